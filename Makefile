@@ -1,0 +1,58 @@
+# Concordia. `make help` lists what there is. Everything happens in .venv; nothing outside it is installed.
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-done
+ARGS  ?=
+CODE  := tiers engine gateway ops bench tests
+UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
+
+# Small models in tests: more torch threads only get in each other's way.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format demo soak bench pins clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make the environment in .venv (about two minutes the first time)
+
+$(STAMP): pyproject.toml constraints.txt ops/setup.sh
+	@bash ops/setup.sh $(VENV)
+	@touch $@
+
+serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 (ARGS="--port 9000 ...")
+	@exec $(VENV)/bin/concordia serve $(ARGS)
+
+test: $(STAMP)  ## run the whole suite (fetches the demo model the first time)
+	@$(VENV)/bin/concordia pull --if-missing smollm2
+	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(ARGS)
+
+check: $(STAMP)  ## format, lint, types, unit tests; under a minute
+	@$(PY) -m ruff format --check $(CODE)
+	@$(PY) -m ruff check $(CODE)
+	@$(PY) -m mypy
+	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system" $(UNIT) $(ARGS)
+
+format: $(STAMP)  ## format the code and fix what the linter can fix
+	@$(PY) -m ruff format $(CODE)
+	@$(PY) -m ruff check --fix $(CODE)
+
+demo: $(STAMP)  ## an answer streams, its engine is killed, the stream goes on; then everything is killed
+	@exec $(VENV)/bin/concordia demo $(ARGS)
+
+soak: $(STAMP)  ## the long runs: a kill at every token of the demo model's answer
+	@$(VENV)/bin/concordia pull --if-missing smollm2
+	@exec $(PY) -m pytest -m soak --timeout 7200 $(ARGS)
+
+bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick)
+	@$(VENV)/bin/concordia pull --if-missing smollm2
+	@exec $(PY) -m bench $(ARGS)
+
+pins: $(STAMP)  ## write what is installed now into constraints.txt
+	@bash ops/pins.sh $(VENV)
+
+clean:  ## remove caches and build leftovers (the environment: rm -rf .venv)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

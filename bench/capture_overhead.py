@@ -1,0 +1,78 @@
+"""What does capture cost a stream?
+
+Question  Tokens/s with capture on against capture off, at 1, 4 and 8 concurrent streams.
+Regime    Demo model, one engine a system, two systems alive that differ only in `engine.capture`; they take turns, on-off
+          and off-on, on the same prompts of plain English, greedy. Rate while all streams of a round are decoding.
+Baseline  capture off, the paired round next to it.
+Unit      tokens/s; ratio is on / off: geometric mean over one pair of each order, so that being first counts for neither,
+          then the median of those. Wanted: at least 0.98 at each.
+Seed      --seed
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bench import report
+from bench.driver import System, at_once, system
+from bench.sse import Answer
+from bench.text import chat_prompts
+
+STREAMS = (1, 4, 8)
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    draw = random.Random(options.seed)
+    rounds, tokens = (6, 24) if options.quick else (16, 48)
+    rows = report.Report("capture_overhead", options.quick)
+    engine = {"threads": options.threads}
+    on = system(options.model, name="on", engines=1, settings={"engine": {**engine, "capture": True}})
+    off = system(options.model, name="off", engines=1, settings={"engine": {**engine, "capture": False}})
+    with on as with_capture, off as without:
+        for count in STREAMS:
+            pairs = [
+                pair(with_capture, without, chat_prompts(draw, count), tokens, on_first=index % 2 == 0)
+                for index in range(rounds)
+            ]
+            rows.details[str(count)] = pairs
+            value, baseline = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
+            ratio = report.median(order_free(pairs))
+            rows.add(report.Row(f"{count} streams", value, "tokens/s", baseline, ratio, ">= 0.98"))
+    rows.finish()
+
+
+def pair(with_capture: System, without: System, prompts: list[str], tokens: int, on_first: bool) -> tuple[float, float]:
+    """(rate with capture, rate without), measured one right after the other."""
+    order = [with_capture, without] if on_first else [without, with_capture]
+    rates = {id(system): rate(system, prompts, tokens) for system in order}
+    return rates[id(with_capture)], rates[id(without)]
+
+
+def order_free(pairs: list[tuple[float, float]]) -> list[float]:
+    """Ratios on / off, each from two neighbouring pairs of opposite order."""
+    ratios = [on_rate / off_rate for on_rate, off_rate in pairs]
+    return [(first * second) ** 0.5 for first, second in zip(ratios[::2], ratios[1::2], strict=True)]
+
+
+def rate(running: System, prompts: list[str], tokens: int) -> float:
+    """Tokens/s over all streams, from when the last has begun until the first has ended."""
+
+    def ask(prompt: str) -> Answer:
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": tokens,
+            "temperature": 0,
+        }
+        return running.stream("/v1/chat/completions", body)
+
+    answers = at_once([lambda prompt=prompt: ask(prompt) for prompt in prompts])  # type: ignore[misc]
+    start = max(answer.tokens[0].at for answer in answers)
+    end = min(answer.tokens[-1].at for answer in answers)
+    count = sum(1 for answer in answers for event in answer.tokens if start < event.at <= end)
+    return count / (end - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Stage *capture*: what a step changed -> the engine's lane. Right after the step, on the engine's main thread.
+
+A capture never blocks a step: when the lane is full the position stays behind, the arena still holds what is missing, and
+the next capture takes up from there. A sequence's records begin at a block boundary, so the keeper never needs another
+sequence's rows to finish a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from engine.arena import Arena, Slot
+from tiers.errors import LaneFull
+from tiers.lane import LaneWriter
+from tiers.layout import RootId, SequenceId
+
+log = structlog.get_logger()
+
+# Largest record, in tokens: bounds the room that a lane must have free, and the time of one copy.
+_RECORD_TOKENS = 512
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far one sequence's state is in the lane: [start, position) of it, once `opened`."""
+
+    sequence: SequenceId
+    epoch: int
+    stream: str
+    start: int
+    position: int
+    opened: bool = False
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class Capture:
+    """The engine's writing end of its lane, and counters."""
+
+    lane: LaneWriter
+    arena: Arena
+    root: RootId
+    block_tokens: int
+    captured_bytes: int = 0
+    seconds: float = 0.0
+    lane_full: int = 0
+
+    def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
+        """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
+        name = f"{stream}:{epoch}".encode()
+        sequence = SequenceId(hashlib.blake2b(name, digest_size=16, person=b"concordia-seqnc").digest())
+        start = stored // self.block_tokens * self.block_tokens
+        return Cursor(sequence, epoch, stream, start, start)
+
+    def advance(self, cursor: Cursor, slot: Slot) -> bool:
+        """Copy the slot's state from the cursor to the slot's length; False if the lane had no room for all of it."""
+        if cursor.position >= slot.length and cursor.opened:
+            return True
+        began = time.perf_counter()
+        try:
+            self._open(cursor, slot)
+            while cursor.position < slot.length:
+                self._append(cursor, slot, min(slot.length, cursor.position + _RECORD_TOKENS))
+        except LaneFull:
+            self.lane_full += 1
+            if self.lane_full == 1 or self.lane_full % 1000 == 0:
+                log.warning("capture.lane_full", stream=cursor.stream, position=cursor.position, times=self.lane_full)
+            return False
+        finally:
+            self.seconds += time.perf_counter() - began
+        return True
+
+    def close(self, cursor: Cursor) -> None:
+        """Say that the sequence ends at its cursor, so that the keeper can forget it."""
+        if cursor.opened and not cursor.closed:
+            try:
+                self.lane.append_close(cursor.sequence, cursor.epoch, cursor.position)
+                cursor.closed = True
+            except LaneFull:
+                self.lane_full += 1
+
+    def _open(self, cursor: Cursor, slot: Slot) -> None:
+        if cursor.opened:
+            return
+        self.lane.append_open(
+            cursor.sequence,
+            cursor.epoch,
+            self.root,
+            self.arena.layout,
+            self.block_tokens,
+            slot.namespace,
+            slot.session,
+            cursor.stream,
+            np.ascontiguousarray(slot.tokens[: cursor.start]),
+        )
+        cursor.opened = True
+
+    def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
+        start = cursor.position
+        reservation = self.lane.reserve_rows(self.arena.layout, end - start)
+        self.arena.copy_out(slot, start, end, reservation.frame)
+        reservation.commit(cursor.sequence, cursor.epoch, start, slot.tokens[start:end])
+        cursor.position = end
+        self.captured_bytes += reservation.frame.nbytes

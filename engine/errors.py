@@ -1,0 +1,34 @@
+"""Errors of the engine, grouped by what the caller does next.
+
+EngineError
+├── Refused        the request or the model can't be served as asked; trying again changes nothing
+│   ├── UnsupportedModel   at start: the model keeps state in a way that is not captured yet
+│   └── BadRequest         a `Submit` that does not fit this model
+└── DeviceFailed   the device is lost; the process reports it and exits, sessions go on elsewhere
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of this package's errors."""
+
+
+class Refused(EngineError):
+    """Stop: the same again ends the same."""
+
+
+class UnsupportedModel(Refused):
+    """Choose another model, or wait for support of this kind of state."""
+
+
+class BadRequest(Refused):
+    """`code` is one of the codes of `messages.Refused`; the text tells the user what to do."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeviceFailed(EngineError):
+    """A sticky device error: nothing in this process can be trusted to run on."""

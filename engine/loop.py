@@ -1,0 +1,535 @@
+"""The step loop of an engine: messages in, one step, captures and tokens out. The whole engine runs on this one thread.
+
+Stages *place* (slot), *restore*, *prefill*, *force*, *decode* and *capture* of the path of a token. Every submission is a
+resume: a cold prompt, a prefix hit and a recovered stream differ only in where their prefix was found.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+import torch
+
+from engine import messages as m
+from engine.arena import Arena, Slot
+from engine.attention import ArenaCache
+from engine.capture import Capture, Cursor
+from engine.errors import BadRequest
+from engine.link import GatewayLink
+from engine.model import Model
+from engine.placement import choose_slot
+from engine.restore import Restore, Speeds, worth_restoring
+from engine.sampler import logprobs_of, sample
+from engine.schedule import Action, Kind, choose, exact_start
+from engine.sequence import Sequence
+from engine.status_page import StatusPage
+from tiers.layout import RootId
+from tiers.prefix import PrefixFinder
+
+log = structlog.get_logger()
+
+_IDLE_WAIT_S = 0.05
+_STATS_INTERVAL_S = 1.0
+# Ended streams that are told to a gateway that attaches: those that ended while it was away.
+_REMEMBERED = 256
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start of the process."""
+
+    steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    forced_tokens: int = 0
+    restored_tokens: int = 0
+    bad_blocks: int = 0
+    decode_step_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Engine:
+    """Everything of one engine process. `run` returns when `stop()` was called or a `Shutdown` came."""
+
+    name: str
+    incarnation: int
+    model: Model
+    arena: Arena
+    cache: ArenaCache
+    capture: Capture | None
+    finder: PrefixFinder
+    link: GatewayLink
+    page: StatusPage
+    speeds: Speeds
+    root: RootId
+    block_tokens: int
+    prefill_chunk: int
+    keep_running: Callable[[], bool]
+    waiting: list[Sequence] = field(default_factory=list)
+    active: list[Sequence] = field(default_factory=list)
+    ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
+    lagging: list[tuple[Cursor, Slot]] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    last_kind: Kind = "idle"
+    spent_tokens: int = 0
+    stopping: bool = False
+    stats_due: float = 0.0
+    clock: int = 0
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serve until stopped; then take every capture that is still missing."""
+        while not self.stopping and self.keep_running():
+            busy = self.last_kind != "idle" or bool(self.waiting)
+            for message in self.link.poll(0.0 if busy else _IDLE_WAIT_S):
+                self.handle(message)
+            self.admit()
+            self.step()
+            self.page.beat()
+            self._tell_stats()
+        self._capture_everything()
+
+    def stop(self) -> None:
+        """End after the current step. Safe in a signal handler."""
+        self.stopping = True
+
+    def step(self) -> None:
+        """One step of what `choose` picks, its captures, and its tokens on their way."""
+        action = choose(self.active, self.spent_tokens, self.prefill_chunk)
+        self.last_kind = action.kind
+        self.spent_tokens = 0 if action.kind in ("decode", "idle") else self.spent_tokens + action.end - action.start
+        if action.kind == "idle":
+            self._catch_up()
+            return
+        outputs: list[m.Output] = []
+        if action.kind == "restore":
+            self._restore(action.rows[0])
+        elif action.kind == "prefill":
+            outputs = self._prefill(action)
+        else:
+            outputs = self._decode(action)
+        self.counters.steps += 1
+        self.page.count_step()
+        if outputs:
+            self.link.send(m.Step(outputs))
+        self._retire()
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: m.ToEngine) -> None:
+        """Carry out one message of the gateway."""
+        match message:
+            case m.Attach():
+                self._hello(message)
+            case m.Submit():
+                self._submit(message)
+            case m.Cancel():
+                self._cancel(message)
+            case m.Park():
+                self._park(message)
+            case m.Ping():
+                self.stats_due = 0.0
+            case m.Shutdown():
+                self.stop()
+
+    def _hello(self, attach: m.Attach) -> None:
+        """Say what this engine is, then all that it said of each stream since it was submitted."""
+        known = [*self.active, *self.waiting, *self.ended.values()]
+        streams = [
+            m.LiveStream(s.submit.stream, s.submit.epoch, m.pack_tokens(s.tokens), s.submit.prompt_count, s.finish)
+            for s in known
+        ]
+        self.link.send(
+            m.Hello(
+                engine=self.name,
+                incarnation=self.incarnation,
+                pid=os.getpid(),
+                root=self.root.hex(),
+                model=self.model.name,
+                device=str(self.model.device),
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                context_tokens=self.arena.context_tokens,
+                vocab_count=self.model.vocab_count,
+                slots=len(self.arena.slots),
+                streams=streams,
+            )
+        )
+        for sequence in known:
+            self._tell_again(sequence)
+        log.info("link.attached", gateway=attach.gateway, streams=len(known))
+
+    def _tell_again(self, sequence: Sequence) -> None:
+        if sequence.started:
+            self.link.send(sequence.started)
+        if sequence.outputs:
+            self.link.send(m.Step(sequence.outputs))
+
+    def _submit(self, submit: m.Submit) -> None:
+        for known in (*self.active, *self.waiting, *self.ended.values()):
+            if known.key == (submit.stream, submit.epoch):
+                self._tell_again(known)
+                return
+            if known.submit.stream == submit.stream and known in self.active:
+                self._drop(known)
+        self.waiting = [s for s in self.waiting if s.submit.stream != submit.stream]
+        sequence = Sequence.of(submit)
+        try:
+            self._check(sequence)
+        except BadRequest as error:
+            self.link.send(m.Refused(submit.stream, submit.epoch, error.code, str(error)))
+            return
+        self.waiting.append(sequence)
+
+    def _check(self, sequence: Sequence) -> None:
+        tokens, context = sequence.tokens, self.arena.context_tokens
+        if not tokens or not 0 < sequence.submit.prompt_count <= len(tokens):
+            raise BadRequest("bad_token", "the prompt is empty; send at least one token")
+        if len(tokens) >= context:
+            raise BadRequest("too_long", f"{len(tokens)} tokens leave no room for an answer in a context of {context}")
+        if min(tokens) < 0 or max(tokens) >= self.model.vocab_count:
+            raise BadRequest("bad_token", f"token ids must lie in [0, {self.model.vocab_count})")
+
+    def _cancel(self, cancel: m.Cancel) -> None:
+        """Stop sampling a stream. What it has computed stays resident, up to where the gateway says that its truth ends."""
+        key = (cancel.stream, cancel.epoch)
+        self.waiting = [s for s in self.waiting if s.key != key]
+        for sequence in self.active:
+            if sequence.key == key and not sequence.finish:
+                self._truncate(sequence, cancel.keep_position)
+                sequence.finish = "cancelled"
+        self._retire()
+
+    def _truncate(self, sequence: Sequence, position: int) -> None:
+        slot = sequence.slot
+        assert slot is not None, "an active sequence has a slot"
+        if sequence.restore is not None:
+            sequence.restore = None
+            self._drop(sequence)
+            return
+        if position < sequence.submit.prompt_count:
+            position = max(sequence.computed, 1)  # cancelled by the client: no more steps for it
+        del sequence.tokens[position:]
+        sequence.computed = slot.length = min(sequence.computed, len(sequence.tokens))
+        slot.stored = min(slot.stored, slot.length)
+        if sequence.cursor:
+            sequence.cursor.position = min(sequence.cursor.position, slot.length)
+
+    def _park(self, park: m.Park) -> None:
+        """Take an idle session's slots off the device; a slot whose captures lag stays."""
+        while any(s.finish and s.submit.session == park.session for s in self.active):
+            self.step()  # its last token is still to be fed
+        running = {s.slot.index for s in self.active if s.slot}
+        freed, position = 0, 0
+        self._catch_up()
+        for slot in self.arena.slots:
+            if slot.session != park.session or slot.index in running or not slot.length:
+                continue
+            position = max(position, slot.stored)
+            if slot.stored >= slot.length:
+                _vacate(slot)
+                freed += 1
+        self.link.send(m.Parked(park.request, freed, position))
+
+    # ------------------------------------------------------------ place and restore
+
+    def admit(self) -> None:
+        """Give waiting sequences slots, in order of arrival, while there are any."""
+        if any(s.finish for s in self.active):
+            return  # its last token is fed in the next step; then its state can be taken over in place
+        while self.waiting:
+            sequence = self.waiting[0]
+            submit, tokens = sequence.submit, sequence.array()
+            limit = len(tokens) - 1
+            choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
+            if choice is None:
+                return
+            self.waiting.pop(0)
+            self.active.append(sequence)
+            shared = choice.shared
+            if sequence.recovering and self._stored(sequence, tokens, limit) >= shared:
+                shared = 0
+            elif choice.source is not choice.target:
+                self.arena.copy_prefix(choice.source, choice.target, shared)
+            self._place(sequence, choice.target, shared, tokens, limit)
+
+    def _place(self, sequence: Sequence, slot: Slot, shared: int, tokens: np.ndarray, limit: int) -> None:
+        """Take over a slot whose first `shared` tokens are right, and plan what to restore beyond them."""
+        submit = sequence.submit
+        self._abandon(slot)
+        self.clock += 1
+        slot.busy, slot.last_used = True, self.clock
+        slot.namespace, slot.session = submit.namespace, submit.session
+        slot.tokens[: len(tokens)] = tokens
+        goal = self._restorable(sequence, tokens, shared, limit)
+        goal = self._exact(sequence, goal)
+        slot.length = min(shared, goal)
+        slot.stored = min(slot.stored, slot.length)
+        sequence.slot, sequence.device_tokens = slot, slot.length
+        if goal > slot.length:
+            sequence.restore = Restore(self.root, submit.namespace, tokens, self.block_tokens, goal)
+        else:
+            self._begin(sequence)
+
+    def _stored(self, sequence: Sequence, tokens: np.ndarray, limit: int) -> int:
+        """How much of a recovered stream the tiers hold. It is preferred to what happens to be on this device.
+
+        The dead engine's own rows continue its stream bit for bit; rows of an equal prefix that this device computed in
+        steps of another shape differ in the last bits, which can turn a draw that falls on a boundary.
+        """
+        extents = self.finder.find(
+            self.root, sequence.submit.namespace, tokens, limit=limit, block_tokens=self.block_tokens
+        )
+        return extents[-1].token_end if extents else 0
+
+    def _restorable(self, sequence: Sequence, tokens: np.ndarray, shared: int, limit: int) -> int:
+        """The position up to which state is to be put back: on the device already, or worth restoring."""
+        extents = self.finder.find(
+            self.root, sequence.submit.namespace, tokens, limit=limit, start=shared, block_tokens=self.block_tokens
+        )
+        if not extents:
+            return shared
+        goal = extents[-1].token_end
+        if not worth_restoring(goal - shared, self.arena.layout.token_bytes, self.speeds):
+            sequence.reason = "computing is faster than restoring here"
+            return shared
+        return goal
+
+    def _exact(self, sequence: Sequence, position: int) -> int:
+        """Where to go on from, so that a recovery's prefill has the same bits as the first time."""
+        submit = sequence.submit
+        nothing_delivered = sequence.submitted_count == submit.prompt_count
+        if sequence.recovering and (position < submit.prompt_count or nothing_delivered):
+            return exact_start(position, max(0, submit.prefill_start), submit.prompt_count, self.prefill_chunk)
+        return position
+
+    def _restore(self, sequence: Sequence) -> None:
+        restore, slot = sequence.restore, sequence.slot
+        assert restore is not None and slot is not None, "scheduled without a restore"
+        if not restore.slice(self.finder, self.arena, slot, self.speeds):
+            return
+        slot.stored = slot.length
+        self.counters.restored_tokens += sum(restore.reused.values())
+        self.counters.bad_blocks += restore.bad_blocks
+        sequence.reason = restore.reason or sequence.reason
+        slot.length = self._exact(sequence, slot.length)
+        self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """The prefix is in place: open the capture, tell what was reused, go on with computing."""
+        slot, submit = sequence.slot, sequence.submit
+        assert slot is not None, "begun without a slot"
+        slot.stored = min(slot.stored, slot.length)
+        sequence.computed = slot.length
+        if self.capture:
+            sequence.cursor = self.capture.cursor(submit.stream, submit.epoch, slot.stored)
+        now = time.monotonic()
+        sequence.began = now
+        restore_ms = sequence.restore.seconds * 1e3 if sequence.restore else 0.0
+        sequence.started = m.Started(
+            stream=submit.stream,
+            epoch=submit.epoch,
+            verdict=_verdict(sequence),
+            reason=sequence.reason,
+            reused=_reused(sequence),
+            recomputed=len(sequence.tokens) - sequence.computed,
+            prefill_start=sequence.computed,
+            wait_ms=max(0.0, (now - sequence.arrived) * 1e3 - restore_ms),
+            restore_ms=restore_ms,
+        )
+        sequence.restore = None
+        self.link.send(sequence.started)
+
+    # ------------------------------------------------------------ compute
+
+    def _prefill(self, action: Action) -> list[m.Output]:
+        """One chunk of one prompt."""
+        sequence, start, end = action.rows[0], action.start, action.end
+        assert sequence.slot is not None, "prefill without a slot"
+        began = time.perf_counter()
+        self.cache.begin([sequence.slot], [start], end - start)
+        wanted = end == len(sequence.tokens) and not sequence.finish
+        logits = self.model.forward([sequence.tokens[start:end]], [start], self.cache, logits=wanted)
+        self.speeds.saw_prefill(end - start, time.perf_counter() - began)
+        self.counters.prefill_tokens += end - start
+        self._computed(sequence, end)
+        return [self._sample(sequence, logits[0])] if logits is not None else []
+
+    def _decode(self, action: Action) -> list[m.Output]:
+        """One token of each sequence: forced while the next one is known, sampled at the end of the list."""
+        rows = action.rows
+        began = time.perf_counter()
+        starts = [s.computed for s in rows]
+        self.cache.begin([s.slot for s in rows if s.slot], starts, 1)
+        logits = self.model.forward([[s.tokens[s.computed]] for s in rows], starts, self.cache, logits=True)
+        assert logits is not None, "decode gives logits"
+        outputs = []
+        for index, sequence in enumerate(rows):
+            self._computed(sequence, sequence.computed + 1)
+            if sequence.computed == len(sequence.tokens) and not sequence.finish:
+                outputs.append(self._sample(sequence, logits[index]))
+                self.counters.decode_tokens += 1
+            else:
+                self.counters.forced_tokens += 1
+        self.counters.decode_steps += 1
+        step_ms = (time.perf_counter() - began) * 1e3
+        self.counters.decode_step_ms += 0.1 * (step_ms - self.counters.decode_step_ms)
+        return outputs
+
+    def _computed(self, sequence: Sequence, position: int) -> None:
+        """State up to `position` is in the arena now: capture it."""
+        slot = sequence.slot
+        assert slot is not None, "computed without a slot"
+        sequence.computed = slot.length = position
+        if self.capture and sequence.cursor:
+            self.capture.advance(sequence.cursor, slot)
+            slot.stored = max(slot.stored, sequence.cursor.position)
+
+    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> m.Output:
+        """Draw the next token of a sequence whose whole list is computed."""
+        submit, position = sequence.submit, len(sequence.tokens)
+        if not sequence.told_forced:
+            self._tell_forced(sequence)
+        token = sample(logits, submit.sampling, sequence.generated, position)
+        sequence.tokens.append(token)
+        assert sequence.slot is not None, "sampled without a slot"
+        sequence.slot.tokens[position] = token
+        if token in submit.stop_tokens:
+            sequence.finish = "stop"
+        elif position + 1 >= min(submit.max_position, self.arena.context_tokens):
+            sequence.finish = "length"
+        count = submit.sampling.logprobs
+        logprobs = logprobs_of(logits, token, count) if count >= 0 else None
+        output = m.Output(submit.stream, submit.epoch, position, token, sequence.finish, logprobs)
+        sequence.outputs.append(output)
+        return output
+
+    def _tell_forced(self, sequence: Sequence) -> None:
+        assert sequence.started is not None, "sampled before it began"
+        sequence.told_forced = True
+        elapsed_ms = (time.monotonic() - sequence.began) * 1e3
+        self.link.send(m.Forced(*sequence.key, token_count=sequence.started.recomputed, ms=elapsed_ms))
+
+    # ------------------------------------------------------------ the end of a sequence
+
+    def _retire(self) -> None:
+        """Let go of sequences whose every token is computed after they finished; their state stays resident."""
+        for sequence in [s for s in self.active if s.complete]:
+            self._drop(sequence)
+            self.ended[sequence.key] = sequence
+            while len(self.ended) > _REMEMBERED:
+                self.ended.popitem(last=False)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.active.remove(sequence)
+        slot, cursor = sequence.slot, sequence.cursor
+        sequence.slot = None
+        if slot is None:
+            return
+        slot.busy = False
+        self.clock += 1
+        slot.last_used = self.clock
+        if self.capture and cursor:
+            if self.capture.advance(cursor, slot):
+                self.capture.close(cursor)
+            else:
+                self.lagging.append((cursor, slot))
+            slot.stored = max(slot.stored, cursor.position)
+            self.link.send(m.Captured([(*sequence.key, cursor.position)]))
+
+    def _catch_up(self) -> None:
+        """Take captures for which the lane had no room."""
+        for sequence in self.active:
+            if self.capture and sequence.cursor and sequence.slot:
+                self.capture.advance(sequence.cursor, sequence.slot)
+                sequence.slot.stored = max(sequence.slot.stored, sequence.cursor.position)
+        for cursor, slot in list(self.lagging):
+            if self.capture and self.capture.advance(cursor, slot):
+                self.capture.close(cursor)
+                slot.stored = slot.length
+                self.lagging.remove((cursor, slot))
+
+    def _abandon(self, slot: Slot) -> None:
+        """A slot is taken over: what of it was never captured is lost to the tiers, and only costs recomputing."""
+        for cursor, lagging in list(self.lagging):
+            if lagging is slot:
+                log.warning("capture.abandoned", stream=cursor.stream, captured=cursor.position, computed=slot.length)
+                self.lagging.remove((cursor, lagging))
+
+    def _capture_everything(self) -> None:
+        self._catch_up()
+        for sequence in list(self.active):
+            if self.capture and sequence.cursor:
+                self.capture.close(sequence.cursor)
+        log.info("engine.stopped", engine=self.name, lagging=len(self.lagging))
+
+    # ------------------------------------------------------------ what others see
+
+    def _tell_stats(self) -> None:
+        now = time.monotonic()
+        if now < self.stats_due or not self.link.attached:
+            return
+        self.stats_due = now + _STATS_INTERVAL_S
+        self.link.send(m.Stats(self.stats()))
+        positions = [(*s.key, s.cursor.position) for s in self.active if s.cursor]
+        if positions:
+            self.link.send(m.Captured(positions))
+
+    def stats(self) -> m.EngineStats:
+        """Counters and gauges of this moment."""
+        slots, counters, capture = self.arena.slots, self.counters, self.capture
+        resident = [slot for slot in slots if slot.length]
+        return m.EngineStats(
+            running=len(self.active),
+            waiting=len(self.waiting),
+            slots=len(slots),
+            slots_in_use=sum(slot.busy for slot in slots),
+            resident_sessions=len({slot.session for slot in resident if slot.session}),
+            resident_tokens=sum(slot.length for slot in resident),
+            steps=counters.steps,
+            decode_steps=counters.decode_steps,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            forced_tokens=counters.forced_tokens,
+            restored_tokens=counters.restored_tokens,
+            captured_bytes=capture.captured_bytes if capture else 0,
+            capture_seconds=capture.seconds if capture else 0.0,
+            lane_full=capture.lane_full if capture else 0,
+            lane_free_bytes=capture.lane.free_bytes if capture else 0,
+            bad_blocks=counters.bad_blocks,
+            capture_lag_tokens=sum(slot.length - slot.stored for slot in resident),
+            prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
+            restore_bytes_per_s=self.speeds.restore_bytes_per_s,
+            decode_step_ms=counters.decode_step_ms,
+        )
+
+
+def _vacate(slot: Slot) -> None:
+    slot.length = slot.stored = 0
+    slot.session = slot.namespace = ""
+
+
+def _reused(sequence: Sequence) -> dict[str, int]:
+    """Tokens by the tier that they came from; what was put back but is computed again is taken off the last tier."""
+    counts = {"device": sequence.device_tokens, **(sequence.restore.reused if sequence.restore else {})}
+    surplus = sum(counts.values()) - sequence.computed
+    for tier in reversed(list(counts)):
+        off = min(surplus, counts[tier])
+        counts[tier] -= off
+        surplus -= off
+    return {tier: count for tier, count in counts.items() if count}
+
+
+def _verdict(sequence: Sequence) -> str:
+    if sequence.reason:
+        return "partial" if sequence.computed else "recomputed"
+    if not sequence.computed:
+        return "new"
+    return "restored" if sequence.restore and sequence.restore.reused else "resident"

@@ -1,0 +1,204 @@
+"""Entry of an engine process: load, check, listen, run the step loop. `run` is called by the nursery's fork or by `python -m engine.main`.
+
+One process per device; everything runs on its main thread. Exit codes: 0 stopped, 3 the model can't be served (reason in the
+log), 70 device failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from engine.arena import Arena
+from engine.attention import ArenaCache
+from engine.capture import Capture
+from engine.errors import UnsupportedModel
+from engine.link import GatewayLink
+from engine.loop import Engine
+from engine.model import Model, load, self_check
+from engine.restore import Speeds
+from engine.settings import EngineSettings
+from engine.status_page import StatusPage
+from tiers.lane import LaneWriter
+from tiers.paths import Paths
+from tiers.prefix import PrefixFinder
+from tiers.settings import TierSettings
+from tiers.store import StoreReader
+
+log = structlog.get_logger()
+
+EXIT_UNSUPPORTED = 3
+EXIT_DEVICE = 70
+_LEASE_S = 15.0
+_LEASE_CHECK_S = 1.0
+
+
+def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
+    """Be an engine until told to stop. Call on the main thread.
+
+    settings  {"engine": {...}, "tiers": {...}, "data_dir", "lane_dir", "model_dir", "model_name"}, as JSON gives it
+    Returns   the exit code of the process
+    """
+    paths = Paths.at(settings["data_dir"], settings.get("lane_dir"))
+    options, tiers = EngineSettings(**settings["engine"]), TierSettings(**settings["tiers"])
+    page = StatusPage.create(paths.status(engine), incarnation)
+    began = time.monotonic()
+    torch.set_num_threads(thread_count(options, int(settings.get("engine_count", 1))))
+    try:
+        loop = build(engine, incarnation, settings, options, tiers, paths, page)
+    except UnsupportedModel as error:
+        log.error("engine.unsupported", engine=engine, reason=str(error))
+        page.set_state("failed")
+        return EXIT_UNSUPPORTED
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.stop())
+    gc.collect()
+    gc.freeze()  # nothing of the model is ever garbage: keep collections short
+    page.set_state("ready")
+    log.info(
+        "engine.ready",
+        engine=engine,
+        incarnation=incarnation,
+        pid=os.getpid(),
+        seconds=round(time.monotonic() - began, 3),
+    )
+    return _serve(loop, page)
+
+
+def _serve(loop: Engine, page: StatusPage) -> int:
+    try:
+        loop.run()
+    except RuntimeError as error:
+        if loop.model.device.type == "cpu":
+            raise
+        log.error("engine.device_failed", engine=loop.name, error=str(error))
+        page.set_state("failed")
+        return EXIT_DEVICE
+    page.set_state("draining")
+    if loop.capture:
+        loop.capture.lane.close()
+    loop.link.close()
+    return 0
+
+
+def build(
+    engine: str,
+    incarnation: int,
+    settings: dict[str, Any],
+    options: EngineSettings,
+    tiers: TierSettings,
+    paths: Paths,
+    page: StatusPage,
+) -> Engine:
+    """Load the model, allocate the arena, open lane and store, and measure what restore decisions lean on."""
+    model = load(Path(settings["model_dir"]), settings["model_name"], options)
+    page.beat()
+    arena = Arena.allocate(model.layers, options.slots, model.context_tokens, model.dtype, model.device)
+    arena.prefault(options.prefault_tokens)
+    page.beat()
+    cache = ArenaCache(arena, page.beat)
+    self_check(model, arena, cache)
+    root = model.root(arena.layout, tiers.block_tokens)
+    lane = LaneWriter.open(
+        paths.lane(engine), lane_bytes=tiers.lane_bytes, record_count=tiers.lane_record_count, incarnation=incarnation
+    )
+    page.beat()
+    capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
+    return Engine(
+        name=engine,
+        incarnation=incarnation,
+        model=model,
+        arena=arena,
+        cache=cache,
+        capture=capture,
+        finder=PrefixFinder(StoreReader(paths.store, map_bytes=tiers.store_map_bytes), paths.lane_dir),
+        link=GatewayLink(paths.engine_socket(engine)),
+        page=page,
+        speeds=measure(model, arena, cache),
+        root=root,
+        block_tokens=tiers.block_tokens,
+        prefill_chunk=options.prefill_chunk,
+        keep_running=HostLease(paths.host_lock),
+    )
+
+
+def measure(model: Model, arena: Arena, cache: ArenaCache) -> Speeds:
+    """First estimate of both speeds: one prefill of 32 tokens, one copy of as many tokens' state. Later steps refine it."""
+    slot, count = arena.slots[0], min(32, model.context_tokens)
+    cache.begin([slot], [0], count)
+    began = time.perf_counter()
+    model.forward([[3] * count], [0], cache, logits=False)
+    prefill_s = time.perf_counter() - began
+    frame = np.zeros(arena.layout.frame_bytes(count), dtype=np.uint8)
+    began = time.perf_counter()
+    arena.copy_in(slot, 0, frame, count, (0, count))
+    copy_s = max(1e-6, time.perf_counter() - began)
+    return Speeds(count / prefill_s, min(2e9, frame.nbytes / copy_s))
+
+
+def thread_count(options: EngineSettings, engine_count: int) -> int:
+    """Torch threads of this engine: as set, else its share of the cores."""
+    return options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, engine_count))
+
+
+class HostLease:
+    """True while a host agent lives, or came back in time. An engine without one ends, so that nothing is orphaned for ever.
+
+    The host agent holds an exclusive lock on the file; that the lock can be had means that it is gone. No file: no lease.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next_check = 0.0
+        self._gone_since: float | None = None
+
+    def __call__(self) -> bool:
+        """Whether to keep running. Looks at most once a second."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return True
+        self._next_check = now + _LEASE_CHECK_S
+        if self._held():
+            self._gone_since = None
+            return True
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since < _LEASE_S:
+            return True
+        log.warning("engine.no_host", waited_s=_LEASE_S)
+        return False
+
+    def _held(self) -> bool:
+        try:
+            with open(self._path) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except BlockingIOError:
+            return True
+        return False
+
+
+def main() -> int:
+    """Command line of a directly spawned engine."""
+    parser = argparse.ArgumentParser(prog="python -m engine.main", description="One engine process.")
+    parser.add_argument("--engine", required=True, help="name, as in e0")
+    parser.add_argument("--incarnation", type=int, required=True, help="how many times it was started")
+    parser.add_argument("--config-json", required=True, help="resolved settings")
+    arguments = parser.parse_args()
+    return run(arguments.engine, arguments.incarnation, json.loads(arguments.config_json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

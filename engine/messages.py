@@ -1,0 +1,287 @@
+"""Every message that crosses a process: gateway <-> engine, gateway <-> host agent. No torch here.
+
+Frames on the wire are a 4-byte little-endian length and a msgpack body (`engine/wire.py`). Token lists travel as
+packed little-endian int32 (`pack_tokens`). Times are milliseconds, positions are counts of tokens, ranges are half-open.
+An `epoch` grows with every submission of the same stream: whatever arrives with an older one is dropped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Union
+
+import msgspec
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Token ids -> little-endian int32 bytes."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of `pack_tokens`."""
+    return array("i", data).tolist()
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- shared values
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to draw the token at a position: a pure function of (logits, tokens so far, seed, position).
+
+    top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off; temperature 0 is greedy.
+    logprobs -1: none; 0: of the chosen token; k > 0: also of the k likeliest.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int = -1
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, before temperature and filters: chosen token, then (id, logprob) likeliest first."""
+
+    chosen: float
+    top: list[tuple[int, float]] = []
+
+
+class Output(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One new token of one stream. `position` is its index in the token list; finish is "", "stop" (a stop token) or "length"."""
+
+    stream: str
+    epoch: int
+    position: int
+    token: int
+    finish: str = ""
+    logprobs: TokenLogprobs | None = None
+
+
+class LiveStream(msgspec.Struct, frozen=True):
+    """A stream that an engine is working on or still remembers, told to a gateway that attaches. tokens: packed, whole list."""
+
+    stream: str
+    epoch: int
+    tokens: bytes
+    prompt_count: int
+    finish: str
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters since the start of the process, and gauges. Rates are medians of what was measured."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    slots_in_use: int = 0
+    resident_sessions: int = 0
+    resident_tokens: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    forced_tokens: int = 0
+    restored_tokens: int = 0
+    captured_bytes: int = 0
+    capture_seconds: float = 0.0
+    lane_full: int = 0
+    lane_free_bytes: int = 0
+    bad_blocks: int = 0
+    capture_lag_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    restore_bytes_per_s: float = 0.0
+    decode_step_ms: float = 0.0
+
+
+# ---------------------------------------------------------------- gateway -> engine
+
+
+class Attach(Message, frozen=True):
+    """First message of a gateway. The engine answers `Hello`, and from then on sends to this connection only."""
+
+    gateway: str
+
+
+class Submit(Message, frozen=True):
+    """Go on with a stream: find the longest restorable prefix of `tokens`, compute the rest, sample from there.
+
+    tokens         packed; prompt and every token delivered so far
+    prompt_count   how many of them are prompt; those after it are fed by forced decode
+    prefill_start  where prefill began the first time (from `Started`), -1 if unknown; keeps the chunk cuts of a recovery the same
+    stop_tokens    sampling one of these ends the stream with finish "stop" (the token is part of the list)
+    max_position   the stream ends with finish "length" when its token list is this long
+    session        name under which its state stays resident afterwards; "" if anonymous
+    """
+
+    stream: str
+    epoch: int
+    tokens: bytes
+    prompt_count: int
+    sampling: Sampling
+    stop_tokens: list[int]
+    max_position: int
+    namespace: str = "default"
+    session: str = ""
+    prefill_start: int = -1
+
+
+class Cancel(Message, frozen=True):
+    """Stop a stream between steps; nothing more is sent for it. keep_position: truth ends here (stop string), -1: where it is."""
+
+    stream: str
+    epoch: int
+    keep_position: int = -1
+
+
+class Park(Message, frozen=True):
+    """Take a session off the device, once all of it is in the lane. Answered by `Parked`."""
+
+    request: int
+    session: str
+
+
+class Ping(Message, frozen=True):
+    """Ask for `Stats` now."""
+
+
+class Shutdown(Message, frozen=True):
+    """Finish nothing more: drain captures, then exit 0. Sent after streams have ended or moved."""
+
+
+ToEngine = Union[Attach, Submit, Cancel, Park, Ping, Shutdown]
+
+# ---------------------------------------------------------------- engine -> gateway
+
+
+class Hello(Message, frozen=True):
+    """What this engine is, and what it is still working on."""
+
+    engine: str
+    incarnation: int
+    pid: int
+    root: str  # hex of the state fingerprint
+    model: str
+    device: str
+    dtype: str
+    context_tokens: int
+    vocab_count: int
+    slots: int
+    streams: list[LiveStream]
+
+
+class Started(Message, frozen=True):
+    """A prefix was put back; what is missing is about to be computed. Sent once a `Submit`, before its first `Output`.
+
+    verdict     "new" (nothing stored matched), "resident", "restored", "partial" or "recomputed"
+    reason      why less than everything was reused; "" if nothing was lost
+    reused      tokens by tier: device, lane, disk
+    recomputed  tokens of the submitted list that must be computed (prefilled or forced)
+    """
+
+    stream: str
+    epoch: int
+    verdict: str
+    reason: str
+    reused: dict[str, int]
+    recomputed: int
+    prefill_start: int
+    wait_ms: float
+    restore_ms: float
+
+
+class Forced(Message, frozen=True):
+    """A recovery has fed the known tail back. Sent before the first `Output` where a tail was fed or prefilled again."""
+
+    stream: str
+    epoch: int
+    token_count: int
+    ms: float
+
+
+class Step(Message, frozen=True):
+    """All new tokens of one step."""
+
+    outputs: list[Output]
+
+
+class Captured(Message, frozen=True):
+    """How far each stream's state is in the lane: (stream, epoch, position). Sent about once a second, and when a stream ends."""
+
+    positions: list[tuple[str, int, int]]
+
+
+class Refused(Message, frozen=True):
+    """A `Submit` that can't be served: code is "too_long", "bad_token", "other_model" or "failed"; message tells the user what to do."""
+
+    stream: str
+    epoch: int
+    code: str
+    message: str
+
+
+class Parked(Message, frozen=True):
+    """Answer to `Park`: slots freed, and the longest captured position among them."""
+
+    request: int
+    slots: int
+    position: int
+
+
+class Stats(Message, frozen=True):
+    """Sent about once a second and on `Ping`."""
+
+    stats: EngineStats
+
+
+FromEngine = Union[Hello, Started, Forced, Step, Captured, Refused, Parked, Stats]
+
+# ---------------------------------------------------------------- host agent <-> gateway
+
+
+class Subscribe(Message, frozen=True):
+    """First message of a gateway to the host agent; answered by one `EngineUp` for each live engine, then by news as it happens."""
+
+    gateway: str
+
+
+class Suspect(Message, frozen=True):
+    """The gateway lost its link to this incarnation: fence it if it isn't dead, then say `EngineDown`."""
+
+    engine: str
+    incarnation: int
+    reason: str
+
+
+class EngineUp(Message, frozen=True):
+    """An engine is ready for connections at a unix socket."""
+
+    engine: str
+    incarnation: int
+    pid: int
+    socket: str
+
+
+class EngineDown(Message, frozen=True):
+    """An incarnation is dead for certain (fenced): its streams may go on elsewhere.
+
+    detect_ms  from the moment it was last known to live (hang: last beat) or, for a death, 0 where it can't be known, to the notice
+    fence_ms   from the notice to the certainty
+    """
+
+    engine: str
+    incarnation: int
+    reason: str  # "killed", "exited", "hung", "device error"
+    detect_ms: float
+    fence_ms: float
+
+
+ToHost = Union[Subscribe, Suspect]
+FromHost = Union[EngineUp, EngineDown]

@@ -1,0 +1,94 @@
+"""Draw the token at a position: a pure function of (logits, tokens so far, seed, position).
+
+Whoever continues a stream draws what the first engine would have drawn: the uniform number comes from Philox4x64, a
+counter-based generator (Salmon et al. 2011), keyed by the request's seed with the position as counter. Runs on the
+engine's main thread. Filters follow the field: temperature, then top-k, then top-p, then min-p.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.messages import Sampling, TokenLogprobs
+
+# Candidates that are sorted first for top-p; the whole vocabulary is sorted only when their mass is not enough.
+_NUCLEUS_CANDIDATES = 1024
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that belongs to (seed, position)."""
+    bits = np.random.Philox(key=seed & (2**64 - 1), counter=[position, 0, 0, 0])
+    return (int(bits.random_raw()) >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, sampling: Sampling, generated: list[int], position: int) -> int:
+    """Choose a token id.
+
+    logits     (vocab,), any float dtype or device; not changed
+    generated  tokens of this answer so far, for the penalties
+    position   index that the chosen token will have in the token list
+    """
+    scores = _penalised(logits.float(), sampling, generated)
+    if sampling.temperature == 0:
+        return int(scores.argmax())
+    scores = scores / sampling.temperature
+    draw = uniform(sampling.seed, position)
+    if not sampling.top_k and sampling.top_p >= 1 and sampling.min_p <= 0:
+        return _inverse(torch.softmax(scores, -1), draw)
+    probabilities, ids = _filtered(scores, sampling)
+    return int(ids[_inverse(probabilities, draw)])
+
+
+def logprobs_of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log probabilities under the model itself (before penalties, temperature and filters), `count` likeliest beside the chosen."""
+    values = torch.log_softmax(logits.float(), -1)
+    top: list[tuple[int, float]] = []
+    if count > 0:
+        best, ids = values.topk(min(count, values.numel()))
+        top = list(zip(ids.tolist(), best.tolist(), strict=True))
+    return TokenLogprobs(chosen=float(values[token]), top=top)
+
+
+def _penalised(scores: torch.Tensor, sampling: Sampling, generated: list[int]) -> torch.Tensor:
+    if not generated or not (sampling.presence_penalty or sampling.frequency_penalty):
+        return scores
+    ids, counts = torch.tensor(generated, device=scores.device).unique(return_counts=True)
+    scores = scores.clone()
+    scores[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    return scores
+
+
+def _filtered(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Surviving candidates, likeliest first: (probabilities, not normalised; ids)."""
+    total = torch.logsumexp(scores, -1)
+    count = min(sampling.top_k or _NUCLEUS_CANDIDATES, scores.numel())
+    best, ids = scores.topk(count)
+    probabilities = torch.exp(best - total)
+    if not sampling.top_k and count < scores.numel() and not _enough(probabilities, sampling):
+        best, ids = scores.sort(descending=True, stable=True)
+        probabilities = torch.exp(best - total)
+    if sampling.top_k:
+        probabilities = probabilities / probabilities.sum()
+    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities
+        keep &= before < sampling.top_p
+    if sampling.min_p > 0:
+        keep &= probabilities >= sampling.min_p * probabilities[0]
+    keep[0] = True
+    return probabilities[keep], ids[keep]
+
+
+def _enough(probabilities: torch.Tensor, sampling: Sampling) -> bool:
+    """Whether all survivors are certainly among the candidates."""
+    by_mass = sampling.top_p < 1 and float(probabilities.sum()) >= sampling.top_p
+    by_floor = sampling.min_p > 0 and float(probabilities[-1]) < sampling.min_p * float(probabilities[0])
+    return by_mass or by_floor
+
+
+def _inverse(weights: torch.Tensor, draw: float) -> int:
+    """Index at which the cumulated weights pass `draw` of their sum."""
+    cumulated = weights.double().cumsum(-1)
+    index = int(torch.searchsorted(cumulated, draw * cumulated[-1], right=True))
+    return min(index, weights.numel() - 1)

@@ -1,0 +1,73 @@
+"""A sequence: one submission of one stream, as the engine works on it. Plain state, changed by the step loop only.
+
+Everything that it needs next follows from four counts: `computed` (state in the arena), `prompt_count`, the length of the
+token list, and whether it is finished. So a cold prompt, a prefix hit and a recovered stream take the same path.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.arena import Slot
+from engine.capture import Cursor
+from engine.messages import Output, Started, Submit, unpack_tokens
+from engine.restore import Restore
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is the truth; the arena holds the state of the first `computed` of them."""
+
+    submit: Submit
+    tokens: list[int]
+    submitted_count: int
+    arrived: float = field(default_factory=time.monotonic)
+    slot: Slot | None = None
+    cursor: Cursor | None = None
+    restore: Restore | None = None
+    computed: int = 0
+    finish: str = ""
+    started: Started | None = None
+    outputs: list[Output] = field(default_factory=list)
+    device_tokens: int = 0
+    reason: str = ""
+    began: float = 0.0
+    told_forced: bool = False
+
+    @classmethod
+    def of(cls, submit: Submit) -> Sequence:
+        """A sequence that waits for a slot."""
+        tokens = unpack_tokens(submit.tokens)
+        return cls(submit, tokens, len(tokens))
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(stream, epoch)."""
+        return self.submit.stream, self.submit.epoch
+
+    @property
+    def recovering(self) -> bool:
+        """Not the first submission of its stream: what was delivered must be continued bit for bit."""
+        return self.submit.prefill_start >= 0 or self.submitted_count > self.submit.prompt_count
+
+    @property
+    def prompt_missing(self) -> bool:
+        """Part of the prompt is still to be prefilled."""
+        return self.computed < self.submit.prompt_count
+
+    @property
+    def complete(self) -> bool:
+        """Finished, and the state of every token is in the arena."""
+        return bool(self.finish) and self.computed >= len(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens of the answer so far."""
+        return self.tokens[self.submit.prompt_count :]
+
+    def array(self) -> np.ndarray:
+        """The token list as int32."""
+        return np.asarray(self.tokens, dtype=np.int32)

@@ -1,0 +1,30 @@
+"""The engine's own section of the configuration. `ops/config.py` fills it; nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine process.
+
+    device           `cpu`, `cuda`, `cuda:N` or `auto`
+    dtype            `float32`, `bfloat16`, `float16` or `auto` (float32 on a CPU, the checkpoint's on a GPU)
+    threads          torch threads of one engine; 0 means cores // engines, at least 1
+    slots            sequences that can be resident at once, and the largest decode batch
+    context_tokens   longest sequence; 0 means what the model declares
+    prefill_chunk    tokens of one prefill step; cuts lie at multiples of it, so a prefix computed twice has the same bits
+    prefault_tokens  tokens of arena memory touched at start, so that a restore meets warm pages
+    capture          copy what each step changed into the lane (off only to measure its cost)
+    """
+
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int = 0
+    slots: int = 8
+    context_tokens: int = 0
+    prefill_chunk: int = 256
+    prefault_tokens: int = 8192
+    capture: bool = True

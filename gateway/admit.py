@@ -1,0 +1,106 @@
+"""A parsed request -> a stream's spec: tokenize, bound, choose what the client left open. Stage: admit; on the event loop.
+
+All that can be refused is refused here, before anything is journaled or an engine is asked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from engine.messages import pack_tokens
+from gateway import openai_schema as schema
+from gateway.chat_template import ChatTemplate, no_chat_template
+from gateway.errors import ApiError, bad_request, not_found
+from gateway.journal import StreamSpec
+from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
+from gateway.streams import new_stream_id
+from gateway.tokenizer import ModelFacts, TextCodec
+
+
+class Admission:
+    """What requests are checked against. `limits` gives (context_tokens, vocab_count) of the engines; 0 is unknown."""
+
+    def __init__(
+        self,
+        model_name: str,
+        codec: TextCodec,
+        template: ChatTemplate | None,
+        facts: ModelFacts,
+        default_max_tokens: int,
+        limits: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._model_name = model_name
+        self._codec = codec
+        self._template = template
+        self._facts = facts
+        self._default_max_tokens = default_max_tokens
+        self._limits = limits
+
+    def parse(self, kind: str, body: bytes) -> Request:
+        """Body -> request for a model that is served here. Raises ApiError."""
+        request: Request = schema.parse_chat(body) if kind == "chat" else schema.parse_completion(body)
+        if request.model != self._model_name:
+            message = f"model: there is no model {request.model!r} here; GET /v1/models lists what is served"
+            raise not_found(message, "model_not_found", "model")
+        return request
+
+    def spec(self, request: Request, session_header: str | None) -> StreamSpec:
+        """Everything that the stream will be a function of. Raises ApiError."""
+        wish = schema.wish_of(request, session_header, secrets.randbits(63))
+        if isinstance(request, ChatRequest):
+            kind, field, prompt = "chat", "messages", self._chat_prompt(request)
+        else:
+            kind, field, prompt = "text", "prompt", self._text_prompt(request)
+        return StreamSpec(
+            stream=new_stream_id(),
+            kind=kind,
+            created=int(time.time()),
+            model=request.model,
+            prompt=pack_tokens(prompt),
+            sampling=wish.sampling,
+            stop=wish.stop,
+            stop_tokens=self._facts.stop_tokens,
+            max_position=self._max_position(len(prompt), wish, field),
+            include_usage=wish.include_usage,
+            streamed=wish.stream,
+            stored=wish.store or bool(wish.session),
+            session=wish.session,
+        )
+
+    def _chat_prompt(self, request: ChatRequest) -> list[int]:
+        if self._template is None or not self._codec.has_chat:
+            raise no_chat_template()
+        text = self._template.render(schema.template_messages(request.messages))
+        return self._codec.encode(text, add_special=False)
+
+    def _text_prompt(self, request: CompletionRequest) -> list[int]:
+        prompt = schema.prompt_tokens(request.prompt)
+        tokens = self._codec.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+        if not tokens:
+            raise bad_request("prompt: must hold at least one token", "prompt")
+        vocab = self._limits()[1] or self._facts.vocab_count or 1 << 31
+        for index, token in enumerate(tokens):
+            if not 0 <= token < vocab:
+                raise bad_request(f"prompt[{index}]: token {token} is outside the vocabulary of {vocab}", "prompt")
+        return tokens
+
+    def _max_position(self, prompt_count: int, wish: Wish, field: str) -> int:
+        """Where the list ends at the latest: what was asked for, within the context."""
+        context = self.context_tokens
+        if prompt_count >= context:
+            raise ApiError(
+                400,
+                f"{field}: the prompt has {prompt_count} tokens, and the context of {context} tokens has room for at most "
+                f"{context - 1}, so that one can be answered; shorten it by {prompt_count - context + 1}",
+                code="context_length_exceeded",
+                param=field,
+            )
+        wanted = wish.max_tokens or self._default_max_tokens
+        return min(context, prompt_count + wanted) if wanted else context
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest list that an engine takes."""
+        return self._limits()[0] or self._facts.context_tokens or 1 << 30

@@ -1,0 +1,160 @@
+"""What all HTTP handlers share: the parts of the gateway, JSON answers, errors in OpenAI's shape, the key, one log line a request.
+
+Runs on the event loop. `docs/api.md` documents every endpoint, header and error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from gateway import metrics
+from gateway.admit import Admission
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatcher
+from gateway.errors import ApiError, bad_request, not_found, unauthorized
+from gateway.host_link import HostLink
+from gateway.sessions import SessionTable
+from gateway.sse import EventForm
+from gateway.streams import Stream, StreamTable, parse_stream_id
+
+log = structlog.get_logger()
+
+QUIET_PATHS = ("/health", "/metrics")  # asked all the time; logged at debug
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The parts of one gateway process."""
+
+    config: GatewayConfig
+    admission: Admission
+    table: StreamTable
+    sessions: SessionTable
+    dispatcher: Dispatcher
+    host: HostLink
+    form: EventForm
+    started_at: float
+    draining: bool = False
+
+
+STREAM = web.RequestKey("stream", str)
+ERROR = web.RequestKey("error", str)
+GATEWAY: web.AppKey[Gateway] = web.AppKey("gateway", Gateway)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, headers=headers, content_type="application/json"
+    )
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
+    return json_response(error.body, error.status, {**(headers or {}), **error.headers})
+
+
+def stream_headers(stream: Stream) -> dict[str, str]:
+    """Headers of every answer about a stream."""
+    headers = {"X-Stream-Id": stream.id}
+    if stream.spec.session:
+        headers["X-Session-Id"] = stream.spec.session
+    return headers
+
+
+async def find_stream(request: web.Request) -> Stream:
+    """The stream of a path. Raises ApiError."""
+    text = request.match_info["stream"]
+    stream_id = parse_stream_id(text)
+    stream = await request.app[GATEWAY].table.fetch(stream_id) if stream_id else None
+    if stream is None:
+        raise not_found(
+            f"there is no stream {text!r}, or it ended longer ago than streams are kept", "stream_not_found"
+        )
+    return stream
+
+
+@web.middleware
+async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Key, errors, metrics and the request's one log line."""
+    begun = time.monotonic()
+    status = 499  # the client left before there was an answer
+    try:
+        response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        _log_request(request, status, time.monotonic() - begun)
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        _check_key(request)
+        return await handler(request)
+    except ApiError as error:
+        if request.method == "POST" and request.path.endswith("completions"):
+            metrics.admit_refused.labels(error.code or str(error.status)).inc()
+        request[ERROR] = error.message
+        return error_response(error)
+    except web.HTTPException as error:
+        return error_response(_translate(request, error))
+    except web.RequestPayloadError as error:
+        return error_response(bad_request(f"the body can't be unpacked: {error}", code="invalid_body"))
+    except (ConnectionResetError, TimeoutError):
+        raise
+    except Exception as error:  # a bug in one request must not end the others
+        log.exception("request.failed", path=request.path)
+        message = f"the gateway failed on this request: {type(error).__name__}; its log says more"
+        return error_response(ApiError(500, message, code="internal_error"))
+
+
+def _check_key(request: web.Request) -> None:
+    key = request.app[GATEWAY].config.gateway.api_key
+    if key:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+            raise unauthorized()
+
+
+def _translate(request: web.Request, error: web.HTTPException) -> ApiError:
+    """aiohttp's own errors, in our shape."""
+    if error.status == 413:
+        limit = request.app[GATEWAY].config.gateway.max_body_bytes
+        return body_too_large(request, limit)
+    if error.status == 404:
+        return not_found(f"there is no endpoint {request.method} {request.path}; see docs/api.md", "unknown_url")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return ApiError(405, f"{request.path} does not take {request.method}; use {allowed}", code="method_not_allowed")
+    return ApiError(error.status, error.reason or "error", code="http_error")
+
+
+def body_too_large(request: web.Request, limit: int) -> ApiError:
+    size = request.content_length
+    said = f"has {size} bytes" if size is not None and size > limit else "is larger"
+    message = f"the body {said}; at most {limit} are taken (gateway.max_body_bytes)"
+    return ApiError(413, message, code="body_too_large")
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body, bounded. Raises ApiError or aiohttp's own 413."""
+    limit = request.app[GATEWAY].config.gateway.max_body_bytes
+    if request.content_length is not None and request.content_length > limit:
+        raise body_too_large(request, limit)
+    return await request.read()
+
+
+def _log_request(request: web.Request, status: int, seconds: float) -> None:
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else "unknown"
+    metrics.requests.labels(path, str(status)).inc()
+    write = log.debug if request.path in QUIET_PATHS and status == 200 else log.info
+    more = {name: request[key] for name, key in (("stream", STREAM), ("error", ERROR)) if key in request}
+    write("request.done", method=request.method, path=request.path, status=status, ms=round(seconds * 1000, 1), **more)

@@ -1,0 +1,108 @@
+"""POST /v1/chat/completions and /v1/completions. Stages: admit, then deliver; on the event loop.
+
+Streamed or not, a request is a stream: it has an id, a journal and an end, and can be resumed by cursor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway import metrics
+from gateway.api import GATEWAY, STREAM, Gateway, error_response, json_response, read_body, stream_headers
+from gateway.delivery import serve_events
+from gateway.errors import ApiError, overloaded, unavailable
+from gateway.journal import StreamSpec
+from gateway.sse import end_error
+from gateway.streams import Stream
+
+# Tokenizing this much takes some 30 ms: longer bodies are tokenized beside the event loop.
+LONG_BODY_BYTES = 64 << 10
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, "chat")
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, "text")
+
+
+async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
+    gateway = request.app[GATEWAY]
+    body = await read_body(request)
+    spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
+    _check_room(gateway)
+    stream = gateway.table.open(spec)
+    request[STREAM] = stream.id
+    metrics.prompt_tokens.inc(stream.prompt_count)
+    if spec.session:
+        gateway.sessions.begin_turn(stream)
+    gateway.dispatcher.submit(stream)
+    try:
+        if spec.streamed:
+            keepalive_s = gateway.config.gateway.keepalive_s
+            return await serve_events(request, stream, gateway.form, stream_headers(stream), keepalive_s=keepalive_s)
+        return await _whole(gateway, stream)
+    finally:
+        client_left(gateway, stream)
+
+
+async def _admit(gateway: Gateway, kind: str, body: bytes, session: str | None) -> StreamSpec:
+    """Parse and tokenize; a long prompt on a thread, so that it holds up nobody else's tokens (the tokenizer frees the GIL)."""
+    parsed = gateway.admission.parse(kind, body)
+    if len(body) < LONG_BODY_BYTES:
+        return gateway.admission.spec(parsed, session)
+    return await asyncio.to_thread(gateway.admission.spec, parsed, session)
+
+
+def _check_room(gateway: Gateway) -> None:
+    if gateway.draining:
+        raise unavailable("the gateway is shutting down; try again at the next one", "draining")
+    waiting, limit = gateway.dispatcher.waiting_count(), gateway.config.gateway.max_waiting
+    if waiting >= limit:
+        message = f"{waiting} requests wait already, at most {limit} may (gateway.max_waiting); try again later"
+        raise overloaded(message, gateway.dispatcher.retry_after_s(waiting))
+
+
+class _Waiter:
+    """A reader that wants the end only."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self._stream = stream
+        self.advance()
+
+    def advance(self) -> None:
+        if self._stream.end is not None and not self.over.done():
+            self.over.set_result(None)
+
+    def comment(self, text: str) -> None:
+        """There is nowhere to say it."""
+
+    def fail(self, status: int, code: str, message: str) -> None:
+        if not self.over.done():
+            self.over.set_result(ApiError(status, message, code=code))
+
+
+async def _whole(gateway: Gateway, stream: Stream) -> web.Response:
+    """Wait for the end; the answer as one JSON object."""
+    waiter = _Waiter(stream)
+    stream.add_reader(waiter)
+    try:
+        await waiter.over
+    finally:
+        stream.drop_reader(waiter)
+    error = waiter.over.result()
+    if error is not None:
+        return error_response(error, stream_headers(stream))
+    if stream.failed:
+        return error_response(end_error(stream), stream_headers(stream))
+    return json_response(gateway.form.answer(stream), headers=stream_headers(stream))
+
+
+def client_left(gateway: Gateway, stream: Stream) -> None:
+    """A stream that nobody reads ends, unless it is stored or the gateway itself is going."""
+    if stream.end is None and not stream.readers and not stream.stored and not gateway.draining:
+        gateway.dispatcher.cancel(stream, "disconnected")

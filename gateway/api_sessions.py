@@ -1,0 +1,143 @@
+"""/v1/sessions: list, show, park and delete named sessions. Runs on the event loop; every wait has a deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from engine.messages import unpack_tokens
+from gateway.api import GATEWAY, Gateway, json_response
+from gateway.errors import ApiError, conflict, not_found
+from gateway.openai_schema import check_session_id
+from gateway.sessions import SessionRecord
+from gateway.streams import Stream
+from tiers import keeper_client
+from tiers.errors import TierError
+
+log = structlog.get_logger()
+
+PARK_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 60.0
+
+
+async def list_sessions(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    data = [session_view(gateway, record) for record in gateway.sessions.all()]
+    return json_response({"object": "list", "data": data})
+
+
+async def get_session(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    record = _find(request)
+    return json_response(
+        {**session_view(gateway, record), "streams": record.streams}, headers={"X-Session-Id": record.session}
+    )
+
+
+async def park_session(request: web.Request) -> web.Response:
+    """Take it off the devices and make all of it durable."""
+    gateway = request.app[GATEWAY]
+    record = _find(request)
+    live = _live_streams(gateway, record)
+    if live:
+        raise conflict(
+            f"session {record.session!r} is answering (stream {live[0].id}); wait for its end or delete that stream"
+        )
+    slots, captured = await _free_devices(gateway, record.session)
+    await _drain(gateway)
+    gateway.sessions.park(record.session, captured or record.captured)
+    view = session_view(gateway, record)
+    return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": record.session})
+
+
+async def delete_session(request: web.Request) -> web.Response:
+    """End its streams, free the devices, forget its blocks (those that no other session shares), its journals and its record."""
+    gateway = request.app[GATEWAY]
+    record = _find(request)
+    for stream in _live_streams(gateway, record):
+        gateway.dispatcher.cancel(stream, "cancelled")
+    tokens = gateway.sessions.tokens(record.session)
+    await _free_devices(gateway, record.session)
+    forgotten = await _forget_blocks(gateway, record, tokens)
+    await gateway.table.forget(record.streams)
+    gateway.sessions.remove(record.session)
+    return json_response(
+        {"id": record.session, "object": "session", "deleted": True, "forgotten": forgotten},
+        headers={"X-Session-Id": record.session},
+    )
+
+
+def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
+    """A session, for people and programs."""
+    live = _live_streams(gateway, record)
+    engines = [
+        engine.name for engine in gateway.dispatcher.engines.values() if engine.ready and engine.holds(record.session)
+    ]
+    resident = bool(engines) and not record.parked
+    return {
+        "id": record.session,
+        "object": "session",
+        "state": "live" if live else "resident" if resident else "parked",
+        "created": int(record.created),
+        "last_used": int(record.last_used),
+        "turns": record.turns,
+        "tokens": max([record.token_count, *(len(stream.tokens) for stream in live)]),
+        "captured": record.captured,
+        "durable": record.durable,
+        "engines": engines,
+        "live_streams": [stream.id for stream in live],
+    }
+
+
+def _find(request: web.Request) -> SessionRecord:
+    session = check_session_id(request.match_info["session"])
+    record = request.app[GATEWAY].sessions.get(session)
+    if record is None:
+        raise not_found(f"there is no session {session!r}", "session_not_found")
+    return record
+
+
+def _live_streams(gateway: Gateway, record: SessionRecord) -> list[Stream]:
+    return [gateway.table.live[stream_id] for stream_id in record.streams if stream_id in gateway.table.live]
+
+
+async def _free_devices(gateway: Gateway, session: str) -> tuple[int, int]:
+    """Slots freed, and the longest captured position."""
+    try:
+        answers = await gateway.dispatcher.park(session, PARK_TIMEOUT_S)
+    except TimeoutError as error:
+        message = f"an engine did not park session {session!r} within {PARK_TIMEOUT_S:g} s; try again"
+        raise ApiError(504, message, code="engine_timeout") from error
+    return sum(a.slots for a in answers), max((a.position for a in answers), default=0)
+
+
+async def _drain(gateway: Gateway) -> dict[str, Any]:
+    """Everything in the lanes to disk, synced."""
+    try:
+        return await keeper_client.adrain(gateway.config.paths.keeper_socket, sync=True, timeout_s=DRAIN_TIMEOUT_S)
+    except TierError as error:
+        message = (
+            f"the session is off the devices, but the keeper could not confirm that it is on disk: {error}; try again"
+        )
+        raise ApiError(503, message, code="keeper_unavailable", retry_after_s=2) from error
+
+
+async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes) -> bool:
+    """False if the keeper is away: the blocks stay until they are collected; nobody can name the session any more."""
+    roots = {engine.hello.root for engine in gateway.dispatcher.engines.values() if engine.hello}
+    try:
+        await _drain(gateway)
+        for root in roots if tokens else ():
+            await keeper_client.aforget(
+                gateway.config.paths.keeper_socket,
+                bytes.fromhex(root),
+                record.namespace,
+                unpack_tokens(tokens),
+                session=record.session,
+            )
+    except (ApiError, TierError) as error:
+        log.warning("sessions.forget_failed", session=record.session, error=str(error))
+        return False
+    return bool(roots)

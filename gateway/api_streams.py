@@ -1,0 +1,99 @@
+"""/v1/streams: read any stream from a cursor, live or finished; stop one. Stage: resume; on the event loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from engine.messages import unpack_tokens
+from gateway import metrics
+from gateway.api import GATEWAY, STREAM, find_stream, json_response, stream_headers
+from gateway.api_answers import client_left
+from gateway.delivery import serve_events
+from gateway.errors import bad_request
+from gateway.streams import Stream
+
+
+async def list_streams(request: web.Request) -> web.Response:
+    """Live streams."""
+    live = request.app[GATEWAY].table.live.values()
+    return json_response({"object": "list", "data": [stream_view(stream) for stream in live]})
+
+
+async def get_stream(request: web.Request) -> web.StreamResponse:
+    """What comes after the cursor, as SSE; or the answer so far, as JSON."""
+    gateway = request.app[GATEWAY]
+    start = _cursor(request) + 1
+    stream = await find_stream(request)
+    request[STREAM] = stream.id
+    if _wants_json(request):
+        view = {**gateway.form.answer(stream), "stream": stream_view(stream)}
+        return json_response(view, headers=stream_headers(stream))
+    metrics.resumed_readers.labels(stream.state).inc()
+    keepalive_s = gateway.config.gateway.keepalive_s
+    try:
+        return await serve_events(
+            request, stream, gateway.form, stream_headers(stream), start=start, keepalive_s=keepalive_s
+        )
+    finally:
+        client_left(gateway, stream)
+
+
+async def delete_stream(request: web.Request) -> web.Response:
+    """Stop generation. What was delivered stays readable."""
+    gateway = request.app[GATEWAY]
+    stream = await find_stream(request)
+    request[STREAM] = stream.id
+    cancelled = stream.end is None
+    gateway.dispatcher.cancel(stream, "cancelled")
+    view = {"id": stream.id, "object": "stream", "cancelled": cancelled, "stream": stream_view(stream)}
+    return json_response(view, headers=stream_headers(stream))
+
+
+def stream_view(stream: Stream) -> dict[str, Any]:
+    """A stream, for people and programs."""
+    return {
+        "id": stream.id,
+        "object": "stream",
+        "kind": stream.spec.kind,
+        "state": stream.state,
+        "created": stream.spec.created,
+        "model": stream.spec.model,
+        "session": stream.spec.session or None,
+        "stored": stream.stored,
+        "engine": stream.engine or None,
+        "epoch": stream.epoch,
+        "seed": stream.spec.sampling.seed,
+        "prompt_tokens": stream.prompt_count,
+        "delivered_tokens": stream.token_count,
+        "last_event_id": _last_event_id(stream),
+        "tokens": stream.tokens[len(unpack_tokens(stream.spec.prompt)) :],
+    }
+
+
+def _last_event_id(stream: Stream) -> int:
+    if stream.end is None:
+        return stream.token_count if stream.token_count else -1
+    return stream.token_count + 1 + (0 if stream.failed else 1 + stream.spec.include_usage)
+
+
+def _cursor(request: web.Request) -> int:
+    """The last event that the client has; -1: none. `?from=` wins over the header."""
+    text = request.query.get("from", request.headers.get("Last-Event-ID", "-1")).strip()
+    name = "from" if "from" in request.query else "Last-Event-ID"
+    try:
+        cursor = int(text)
+    except ValueError as error:
+        message = f"{name}: expected the id of the last event that was seen, a number, got {text!r}"
+        raise bad_request(message, name, "invalid_type") from error
+    if cursor < -1:
+        raise bad_request(f"{name}: must be at least -1, got {cursor}", name, "out_of_range")
+    return cursor
+
+
+def _wants_json(request: web.Request) -> bool:
+    form = request.query.get("format", "")
+    if form not in ("", "json", "sse"):
+        raise bad_request(f"format: expected json or sse, got {form!r}", "format")
+    return form == "json" or (not form and request.headers.get("Accept", "").startswith("application/json"))

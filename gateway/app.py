@@ -1,0 +1,231 @@
+"""The gateway process: composes its parts, serves until SIGTERM, drains, exits 0. One asyncio loop (uvloop), no torch.
+
+Start: read back live streams, bind, subscribe at the host agent, attach to engines. A SIGKILL at any point loses
+nothing: the next process reads the same journals, and engines have gone on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+import uvloop
+from aiohttp import web
+
+from gateway import api, api_admin, api_answers, api_sessions, api_streams, metrics
+from gateway.admit import Admission
+from gateway.api import GATEWAY, Gateway
+from gateway.chat_template import load_chat_template
+from gateway.config import GatewayConfig, is_loopback
+from gateway.dispatch import Dispatcher
+from gateway.host_link import HostLink
+from gateway.sessions import SessionTable
+from gateway.sse import EventForm
+from gateway.streams import Stream, StreamTable
+from gateway.tokenizer import load_tokenizer, read_model_facts
+
+log = structlog.get_logger()
+
+SWEEP_INTERVAL_S = 5.0
+BODY_MARGIN_BYTES = 1024
+
+
+class Refused(Exception):
+    """The gateway won't start like this; the message says what to change."""
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code."""
+    try:
+        uvloop.run(serve(config))
+    except Refused as error:
+        log.error("gateway.refused", error=str(error))
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
+    """The process's one task; `stop` is set by a signal, or by a test."""
+    stop = stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    check_listen(config)
+    _raise_file_limit()
+    tasks = TaskOwner()
+    gateway, collector = compose(config, tasks)
+    metrics.registry.register(collector)
+    runner = web.AppRunner(
+        make_app(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=0.1, keepalive_timeout=75.0
+    )
+    try:
+        await runner.setup()
+        await _listen(config, runner)
+        gateway.dispatcher.resume_all(gateway.table.load_live(), gateway.host.subscribed)
+        tasks.spawn(gateway.host.run())
+        tasks.spawn(_sweep_forever(gateway))
+        log.info(
+            "gateway.ready",
+            host=config.gateway.host,
+            port=config.gateway.port,
+            pid=os.getpid(),
+            model=config.model_name,
+        )
+        await _until(stop, tasks)
+        await _drain(gateway)
+    finally:
+        gateway.draining = True
+        await runner.cleanup()
+        await tasks.close()
+        metrics.registry.unregister(collector)
+        gateway.table.close()
+        gateway.sessions.close()
+        log.info("gateway.stopped", live_streams=len(gateway.table.live))
+
+
+def check_listen(config: GatewayConfig) -> None:
+    """Beyond loopback only with a key."""
+    if not is_loopback(config.gateway.host) and not config.gateway.api_key:
+        raise Refused(
+            f"{config.gateway.host} can be reached from other machines, so an API key is needed: "
+            "set --api-key, CONCORDIA_API_KEY or api_key_file, or listen on 127.0.0.1"
+        )
+
+
+def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.EngineCollector]:
+    """Build all parts; nothing runs yet."""
+    identity = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
+    codec = load_tokenizer(config.model_dir)
+    facts = read_model_facts(config.model_dir)
+    table = StreamTable(config.paths.journal_dir, codec)
+    sessions = SessionTable(config.paths.sessions)
+    host = HostLink(config.paths.host_socket, identity)
+    dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
+    host.on_news = dispatcher.on_host_news
+    dispatcher.on_end = sessions.end_turn
+    dispatcher.on_captured = sessions.captured
+
+    def limits() -> tuple[int, int]:
+        hellos = [engine.hello for engine in dispatcher.engines.values() if engine.hello]
+        contexts = [hello.context_tokens for hello in hellos] + [config.context_tokens, facts.context_tokens]
+        context = min((count for count in contexts if count), default=0)
+        return context, max((hello.vocab_count for hello in hellos), default=0)
+
+    template = load_chat_template(config.model_dir)
+    admission = Admission(config.model_name, codec, template, facts, config.gateway.default_max_tokens, limits)
+    gateway = Gateway(config, admission, table, sessions, dispatcher, host, EventForm(codec), time.time())
+    return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
+
+
+def make_app(gateway: Gateway) -> web.Application:
+    """All endpoints."""
+    app = web.Application(
+        middlewares=[api.answer], client_max_size=gateway.config.gateway.max_body_bytes + BODY_MARGIN_BYTES
+    )
+    app[GATEWAY] = gateway
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", api_answers.chat_completions),
+            web.post("/v1/completions", api_answers.completions),
+            web.get("/v1/models", api_admin.list_models),
+            web.get("/v1/models/{model:.+}", api_admin.get_model),
+            web.get("/v1/streams", api_streams.list_streams),
+            web.get("/v1/streams/{stream}", api_streams.get_stream),
+            web.delete("/v1/streams/{stream}", api_streams.delete_stream),
+            web.get("/v1/sessions", api_sessions.list_sessions),
+            web.get("/v1/sessions/{session}", api_sessions.get_session),
+            web.post("/v1/sessions/{session}/park", api_sessions.park_session),
+            web.delete("/v1/sessions/{session}", api_sessions.delete_session),
+            web.get("/admin/engines", api_admin.admin_engines),
+            web.get("/admin/sessions", api_admin.admin_sessions),
+            web.get("/health", api_admin.health),
+            web.get("/metrics", api_admin.show_metrics),
+        ]
+    )
+    return app
+
+
+class TaskOwner:
+    """Owner of all background tasks; one that fails ends the process, so that it is started anew and reads its journals."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.failed.done():
+            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.failed.done():
+            self.failed.exception()
+
+
+async def _listen(config: GatewayConfig, runner: web.AppRunner) -> None:
+    site = web.TCPSite(runner, config.gateway.host, config.gateway.port, backlog=1024, reuse_address=True)
+    try:
+        await site.start()
+    except OSError as error:
+        where = f"{config.gateway.host}:{config.gateway.port}"
+        raise Refused(f"can't listen on {where}: {error.strerror or error}; choose another --port") from error
+
+
+async def _until(stop: asyncio.Event, tasks: TaskOwner) -> None:
+    waiting = asyncio.create_task(stop.wait())
+    tasks.failed.add_done_callback(lambda _: waiting.cancel())
+    try:
+        await waiting
+    except asyncio.CancelledError:
+        if not tasks.failed.done():
+            raise
+        tasks.failed.result()
+
+
+async def _drain(gateway: Gateway) -> None:
+    """Admit nothing more; let streams that somebody reads end, up to the limit. The rest goes on in the next process."""
+    gateway.draining = True
+    read = [stream for stream in gateway.table.live.values() if stream.readers]
+    log.info("gateway.draining", streams=len(read), limit_s=gateway.config.gateway.drain_s)
+    try:
+        async with asyncio.timeout(gateway.config.gateway.drain_s):
+            await asyncio.gather(*(_answered(stream) for stream in read))
+    except TimeoutError:
+        log.warning("gateway.drain_timeout", streams=sum(stream.end is None for stream in read))
+
+
+async def _answered(stream: Stream) -> None:
+    """Its end is there and every reader has got it."""
+    await stream.ended.wait()
+    await stream.unread.wait()
+
+
+async def _sweep_forever(gateway: Gateway) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_INTERVAL_S)
+        await gateway.table.sweep(gateway.config.gateway.stream_retention_s)
+
+
+def _raise_file_limit() -> None:
+    """A socket and a journal for each live stream."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,104 @@
+"""Messages -> prompt text by the model's own Jinja template. Stage: admit; pure, sandboxed; runs on the event loop.
+
+Globals and filters are those that chat templates are written against in transformers (`raise_exception`,
+`strftime_now`, `tojson`, special tokens by name). Source: chat_template.jinja, else tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.errors import ApiError, bad_request
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Prompt text up to where the assistant's answer starts. Raises ApiError if the template refuses the messages."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise bad_request(f"messages: the model's chat template refuses them: {error}", "messages") from error
+
+
+def load_chat_template(model_dir: Path) -> ChatTemplate | None:
+    """The model's template, or None if it has none (then only /v1/completions serves)."""
+    path = model_dir / "tokenizer_config.json"
+    config = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+    file = model_dir / "chat_template.jinja"
+    source = file.read_text() if file.exists() else _named_default(config.get("chat_template"))
+    return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def no_chat_template() -> ApiError:
+    hint = "this model has no chat template; use /v1/completions"
+    return ApiError(400, f"messages: {hint}", code="no_chat_template", param="messages")
+
+
+def _named_default(value: Any) -> str | None:
+    """Older files hold a list of named templates; `default` is the one for plain chat."""
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        return named.get("default")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what training learns from; for a prompt it is just its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes HTML characters, which a model must not see."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

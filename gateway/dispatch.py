@@ -1,0 +1,595 @@
+"""Streams to engines and tokens back. Stages: place, deliver, resume; the gateway's heart, on the event loop, never waits.
+
+Every submission is a resume: the full token list goes to the engine that placement chose, under an epoch that only grows.
+Engine lost: nothing moves until it is dead for certain (host agent, or its pidfd); then its streams are placed again.
+What has an old epoch, or a position that is known, is dropped; a position that comes too early means a new submission.
+Source: DESIGN.md, "Every request is a resume", "Fence, then restore".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from engine import messages as m
+from gateway import failover, metrics, placement
+from gateway import journal as j
+from gateway.engine_link import EngineLink
+from gateway.settings import GatewaySettings
+from gateway.streams import Stream, StreamTable
+
+log = structlog.get_logger()
+
+CONNECT_TIMEOUT_S = 5.0
+SETTLE_S = 0.25  # after the host agent answered: engines that are up have been named by then
+RESIDENTS_KEPT = 4  # times the slots of an engine: token lists that it may still hold
+SUBMIT_LIMIT = 16  # a stream that loses this many engines in a row without a token is what kills them
+
+
+class Engine:
+    """One incarnation of an engine, as the gateway sees it."""
+
+    def __init__(self, up: m.EngineUp) -> None:
+        self.up = up
+        self.name = up.engine
+        self.incarnation = up.incarnation
+        self.state = "connecting"  # connecting, ready, lost (waiting for certainty), down
+        self.link: EngineLink | None = None
+        self.hello: m.Hello | None = None
+        self.stats = m.EngineStats()
+        self.streams: dict[str, Stream] = {}
+        self.residents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # stream -> (session, tokens)
+        self.link_lost_at = 0.0
+        self.pidfd = -1
+        self.parks: dict[int, asyncio.Future[m.Parked]] = {}
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def last_heard(self) -> float:
+        return self.link.last_heard if self.link else 0.0
+
+    def remember(self, stream: Stream, tokens: bytes) -> None:
+        """Its state may stay on the device."""
+        self.residents.pop(stream.id, None)
+        self.residents[stream.id] = (stream.spec.session, tokens)
+        limit = RESIDENTS_KEPT * (self.hello.slots if self.hello else 8)
+        while len(self.residents) > limit:
+            self.residents.popitem(last=False)
+
+    def holds(self, session: str) -> bool:
+        """It has worked on this session and was not told to park it."""
+        return bool(session) and any(name == session for name, _ in self.residents.values())
+
+    def forget(self, session: str) -> None:
+        for stream_id in [key for key, (name, _) in self.residents.items() if name == session]:
+            del self.residents[stream_id]
+
+    def view(self, tokens: bytes, session: str) -> placement.EngineView:
+        """Itself, as placement needs it for one request."""
+        prefix = max((placement.common_prefix(tokens, held) for _, held in self.residents.values()), default=0)
+        slots = self.hello.slots if self.hello else 1
+        return placement.EngineView(
+            self.name, len(self.streams), slots, len(self.residents), prefix, self.holds(session)
+        )
+
+
+class Dispatcher:
+    """All engines, and which of them works on what."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        table: StreamTable,
+        gateway: str,
+        suspect: Callable[[str, int, str], None],
+        settled: Callable[[str, int], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._gateway = gateway
+        self._suspect = suspect
+        self._suspicion_settled = settled
+        self._spawn = spawn
+        self._park_count = 0
+        self.engines: dict[str, Engine] = {}
+        self.pending: dict[str, Stream] = {}
+        self.on_end: Callable[[Stream], None] = lambda stream: None
+        self.on_captured: Callable[[Stream], None] = lambda stream: None
+        self._settled = True
+        self._engines_changed = asyncio.Event()
+
+    # ------------------------------------------------------------ what requests do
+
+    def submit(self, stream: Stream) -> None:
+        """Place a stream: at once, or as soon as an engine is up."""
+        if stream.end is not None:
+            return
+        tokens = m.pack_tokens(stream.tokens)
+        views = [engine.view(tokens, stream.spec.session) for engine in self._ready()]
+        choice = placement.choose(views, self._settings.spares)
+        if choice is None:
+            self._wait(stream)
+        else:
+            self._send(stream, self.engines[choice], tokens)
+
+    def cancel(self, stream: Stream, cause: str) -> None:
+        """End a stream between steps; what was delivered stays."""
+        if stream.end is None:
+            self._cancel_at_engine(stream, -1)
+            self._end(stream, "stop", cause)
+
+    def waiting_count(self) -> int:
+        """Live streams that no engine has started."""
+        return sum(stream.started is None for stream in self._table.live.values())
+
+    def retry_after_s(self, waiting: int) -> int:
+        """When a place may be free: each slot takes a guess of two seconds an answer."""
+        slots = sum(engine.hello.slots for engine in self._ready() if engine.hello) or 1
+        return max(1, min(60, 2 * waiting // slots))
+
+    @property
+    def can_serve(self) -> bool:
+        return any(True for _ in self._ready())
+
+    async def park(self, session: str, timeout_s: float) -> list[m.Parked]:
+        """Take a session off every engine that may hold it. Raises TimeoutError."""
+        asked = []
+        for engine in list(self._ready()):
+            self._park_count += 1
+            future: asyncio.Future[m.Parked] = asyncio.get_running_loop().create_future()
+            engine.parks[self._park_count] = future
+            engine.forget(session)
+            assert engine.link is not None
+            engine.link.send(m.Park(self._park_count, session))
+            asked.append(future)
+        async with asyncio.timeout(timeout_s):
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [answer for answer in answers if isinstance(answer, m.Parked)]
+
+    # ------------------------------------------------------------ streams of an earlier process
+
+    def resume_all(self, streams: list[Stream], host_answered: asyncio.Event) -> None:
+        """Take over streams read back from their journals: engines that know them are asked first."""
+        for stream in streams:
+            if stream.finish or stream.failed:
+                self._end(stream, stream.finish, stream.finish)
+                continue
+            if not stream.stored:
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._settings.resume_grace_s, self._expire, stream)
+            self._wait(stream)
+            log.info("resume.read_back", stream=stream.id, tokens=stream.token_count, stored=stream.stored)
+        self._settled = False
+        self._spawn(self._settle(host_answered))
+
+    async def _settle(self, host_answered: asyncio.Event) -> None:
+        """Once the engines that are up had the chance to name their streams, the others are submitted again."""
+        await host_answered.wait()
+        await asyncio.sleep(SETTLE_S)
+        while not self.can_serve or any(engine.state == "connecting" for engine in self.engines.values()):
+            self._engines_changed.clear()
+            await self._engines_changed.wait()
+        self._settled = True
+        self._place_pending()
+
+    def _expire(self, stream: Stream) -> None:
+        if stream.end is None and not stream.readers:
+            self.cancel(stream, "expired")
+
+    # ------------------------------------------------------------ placing
+
+    def _ready(self) -> list[Engine]:
+        return [engine for engine in self.engines.values() if engine.ready]
+
+    def _send(self, stream: Stream, engine: Engine, tokens: bytes) -> None:
+        now = time.monotonic()
+        self._stop_waiting(stream)
+        stream.resumed = False
+        stream.record(j.Placed(stream.epoch + 1, engine.name, engine.incarnation))
+        if stream.recovery is not None:
+            stream.recovery = stream.recovery.submit(engine.name, now)
+        engine.streams[stream.id] = stream
+        engine.remember(stream, tokens)
+        assert engine.link is not None
+        engine.link.send(
+            m.Submit(
+                stream=stream.id,
+                epoch=stream.epoch,
+                tokens=tokens,
+                prompt_count=stream.prompt_count,
+                sampling=stream.spec.sampling,
+                stop_tokens=stream.spec.stop_tokens,
+                max_position=stream.spec.max_position,
+                namespace=stream.spec.namespace,
+                session=stream.spec.session,
+                prefill_start=stream.started.prefill_start if stream.started else -1,
+            )
+        )
+        log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
+
+    def _wait(self, stream: Stream) -> None:
+        """No engine: wait for one, up to the limit."""
+        self.pending[stream.id] = stream
+        if stream.timer is None:
+            loop = asyncio.get_running_loop()
+            stream.timer = loop.call_later(self._settings.engine_wait_s, self._give_up, stream)
+            log.info("place.waiting", stream=stream.id, limit_s=self._settings.engine_wait_s)
+
+    def _stop_waiting(self, stream: Stream) -> None:
+        self.pending.pop(stream.id, None)
+        if stream.timer is not None:
+            stream.timer.cancel()
+            stream.timer = None
+
+    def _give_up(self, stream: Stream) -> None:
+        """Clients are told; a stored stream still waits for an engine, any other ends."""
+        stream.timer = None
+        if stream.end is not None:
+            return
+        message = f"no engine could serve for {self._settings.engine_wait_s:g} s; see /admin/engines and try again"
+        log.error("place.gave_up", stream=stream.id, stored=stream.stored)
+        if stream.stored:
+            for reader in tuple(stream.readers):
+                reader.fail(503, "no_engine", message)
+        else:
+            self._end(stream, "error", "error", m.Refused(stream.id, stream.epoch, "no_engine", message))
+
+    def _place_pending(self) -> None:
+        if self.can_serve:
+            for stream in list(self.pending.values()):
+                if self._settled or not stream.resumed:
+                    self.submit(stream)
+
+    # ------------------------------------------------------------ engines come and go
+
+    def on_host_news(self, news: m.EngineUp | m.EngineDown) -> None:
+        """What the host agent says."""
+        if isinstance(news, m.EngineUp):
+            self._engine_up(news)
+        else:
+            engine = self.engines.get(news.engine)
+            if engine is not None and engine.incarnation <= news.incarnation:
+                self._engine_down(engine, news.reason, news.detect_ms, news.fence_ms)
+
+    def _engine_up(self, up: m.EngineUp) -> None:
+        known = self.engines.get(up.engine)
+        if known is not None and known.state != "down":
+            if known.incarnation >= up.incarnation:
+                return
+            self._engine_down(known, "killed", 0.0, 0.0)
+        elif known is not None and known.incarnation >= up.incarnation:
+            return
+        engine = self.engines[up.engine] = Engine(up)
+        self._spawn(self._connect(engine))
+
+    async def _connect(self, engine: Engine) -> None:
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while engine.state == "connecting":
+            try:
+                engine.link, engine.hello = await EngineLink.attach(
+                    engine.up.socket,
+                    self._gateway,
+                    lambda messages: self._on_messages(engine, messages),
+                    lambda reason: self._link_lost(engine, reason),
+                )
+            except (OSError, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    self._link_lost(engine, f"can't attach: {error or type(error).__name__}")
+                    return
+                await asyncio.sleep(0.05)
+                continue
+            if engine.state == "connecting":
+                self._attached(engine, engine.hello)
+            else:
+                engine.link.close()
+
+    def _attached(self, engine: Engine, hello: m.Hello) -> None:
+        engine.state = "ready"
+        self._engines_changed.set()
+        self._watch_process(engine)
+        log.info(
+            "place.engine_up", engine=engine.name, incarnation=engine.incarnation, pid=hello.pid, device=hello.device,
+            live_streams=len(hello.streams),
+        )  # fmt: skip
+        for live in hello.streams:
+            self._take_over(engine, live)
+        assert engine.link is not None
+        engine.link.begin()
+        self._place_pending()
+
+    def _watch_process(self, engine: Engine) -> None:
+        """A pidfd that is readable is certainty even when the host agent is away; opened while the link proves the pid."""
+        try:
+            engine.pidfd = os.pidfd_open(engine.up.pid)
+        except OSError:
+            return  # gone already: the link's end follows
+        loop = asyncio.get_running_loop()
+        loop.add_reader(engine.pidfd, self._engine_down, engine, "killed", 0.0, 0.0)
+
+    def _take_over(self, engine: Engine, live: m.LiveStream) -> None:
+        """A stream that the engine goes on with since before we attached: adopt it, or tell it to stop."""
+        stream = self._table.live.get(live.stream)
+        tokens = m.unpack_tokens(live.tokens)
+        if stream is None or live.epoch < stream.epoch or (stream.engine != engine.name and live.epoch == stream.epoch):
+            if not live.finish:
+                self._cancel_epoch(engine, live.stream, live.epoch)
+            return
+        known = len(stream.tokens)
+        if tokens[:known] != stream.tokens or (live.finish and len(tokens) == known):
+            # Other tokens than were promised, or an end that the journal knows nothing of: computed again.
+            log.warning("resume.taken_back", stream=stream.id, engine=engine.name, known=known, theirs=len(tokens))
+            self._cancel_epoch(engine, live.stream, live.epoch)
+            stream.epoch = max(stream.epoch, live.epoch)
+            self.submit(stream)
+            return
+        self._stop_waiting(stream)
+        stream.resumed = False
+        stream.record(j.Placed(live.epoch, engine.name, engine.incarnation))
+        engine.streams[stream.id] = stream
+        engine.remember(stream, live.tokens)
+        # The engine says again all that it said of this stream: what is new among it is delivered like any other token.
+        log.info("resume.attached", stream=stream.id, engine=engine.name, known=known, to_catch_up=len(tokens) - known)
+
+    def _link_lost(self, engine: Engine, reason: str) -> None:
+        """Not dead for certain yet: nothing moves, but it gets nothing more either."""
+        if engine.state not in ("ready", "connecting"):
+            return
+        engine.state = "lost"
+        self._engines_changed.set()
+        engine.link_lost_at = time.monotonic()
+        log.warning("recover.link_lost", engine=engine.name, incarnation=engine.incarnation, reason=reason)
+        self._suspect(engine.name, engine.incarnation, reason)
+
+    def _engine_down(self, engine: Engine, reason: str, detect_ms: float, fence_ms: float) -> None:
+        """Dead for certain: its streams go on elsewhere."""
+        if engine.state == "down":
+            return
+        engine.state = "down"
+        self._engines_changed.set()
+        self._suspicion_settled(engine.name, engine.incarnation)
+        now = time.monotonic()
+        loss = failover.loss_of(
+            engine.name, reason, heard=engine.last_heard or now, link_lost=engine.link_lost_at, told=now,
+            detect_ms=detect_ms, fence_ms=fence_ms,
+        )  # fmt: skip
+        self._release(engine)
+        streams, engine.streams = list(engine.streams.values()), {}
+        engine.residents.clear()
+        metrics.engine_losses.labels(reason).inc()
+        log.warning("recover.engine_down", engine=engine.name, reason=reason, streams=len(streams))
+        for stream in streams:
+            if stream.end is None:
+                self._begin_recovery(stream, loss)
+        for stream in streams:
+            self.submit(stream)
+
+    def _release(self, engine: Engine) -> None:
+        if engine.link is not None:
+            engine.link.close()
+        if engine.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(engine.pidfd)
+            os.close(engine.pidfd)
+            engine.pidfd = -1
+        for future in engine.parks.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the engine is gone"))
+        engine.parks.clear()
+
+    def _begin_recovery(self, stream: Stream, loss: failover.Loss) -> None:
+        if stream.recovery is not None:  # lost again before the next token
+            stream.record(stream.recovery.finish(loss.noticed))
+        stream.recovery = failover.Recovering(loss, len(stream.tokens))
+        stream.comment(failover.lost_comment(loss, len(stream.tokens)))
+        lost_in_a_row = sum(recovery.position == len(stream.tokens) for recovery in stream.recoveries)
+        if lost_in_a_row >= SUBMIT_LIMIT:
+            message = f"{lost_in_a_row} engines died of this request at position {len(stream.tokens)}"
+            self._end(stream, "error", "error", m.Refused(stream.id, stream.epoch, "failed", message))
+
+    # ------------------------------------------------------------ what engines say
+
+    def _on_messages(self, engine: Engine, messages: list[Any]) -> None:
+        """All that one read brought; tokens of a stream are journaled and sent once."""
+        fresh: dict[str, list[m.Output]] = {}
+        for message in messages:
+            match message:
+                case m.Step():
+                    for output in message.outputs:
+                        fresh.setdefault(output.stream, []).append(output)
+                    continue
+                case m.Captured():
+                    self._on_captured(engine, message)
+                    continue
+            self._deliver_all(engine, fresh)
+            fresh = {}
+            self._on_message(engine, message)
+        self._deliver_all(engine, fresh)
+
+    def _on_message(self, engine: Engine, message: Any) -> None:
+        match message:
+            case m.Started():
+                self._on_started(engine, message)
+            case m.Forced():
+                stream = self._current(engine, message.stream, message.epoch)
+                if stream is not None:
+                    self._on_forced(stream, message)
+            case m.Refused():
+                stream = self._current(engine, message.stream, message.epoch)
+                if stream is not None:
+                    self._end(stream, "error", "error", message)
+            case m.Parked():
+                future = engine.parks.pop(message.request, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case m.Stats():
+                engine.stats = message.stats
+
+    def _current(self, engine: Engine, stream_id: str, epoch: int) -> Stream | None:
+        """The stream, if this engine works on it under its newest epoch."""
+        stream = engine.streams.get(stream_id)
+        return stream if stream is not None and stream.end is None and stream.epoch == epoch else None
+
+    def _on_started(self, engine: Engine, message: m.Started) -> None:
+        stream = self._current(engine, message.stream, message.epoch)
+        if stream is None:
+            return
+        restored = sum(message.reused.values())
+        if stream.recovery is not None:
+            stream.recovery = stream.recovery.start(restored, time.monotonic())
+        if stream.started is None:
+            metrics.verdicts.labels(message.verdict).inc()
+            for tier, count in message.reused.items():
+                metrics.cached_tokens.labels(tier).inc(count)
+            stream.record(
+                j.StartedRecord(
+                    message.verdict,
+                    message.reason,
+                    message.reused,
+                    message.recomputed,
+                    message.prefill_start,
+                    round(message.wait_ms, 3),
+                    round(message.restore_ms, 3),
+                )  # fmt: skip
+            )
+        log.debug(
+            "place.started", stream=stream.id, engine=engine.name, verdict=message.verdict, reason=message.reason,
+            reused=message.reused, recomputed=message.recomputed, restore_ms=message.restore_ms,
+        )  # fmt: skip
+
+    def _on_forced(self, stream: Stream, message: m.Forced) -> None:
+        if stream.recovery is not None:
+            stream.recovery = stream.recovery.force(message.token_count, message.ms)
+        elif not stream.token_count:
+            stream.prefill_ms = round(message.ms, 3)
+
+    def _on_captured(self, engine: Engine, message: m.Captured) -> None:
+        for stream_id, epoch, position in message.positions:
+            stream = self._table.find(stream_id)
+            if stream is not None and stream.epoch == epoch:
+                stream.captured = position
+                self.on_captured(stream)
+
+    def _deliver_all(self, engine: Engine, fresh: dict[str, list[m.Output]]) -> None:
+        if not fresh:
+            return
+        begun = time.perf_counter()
+        for stream_id, outputs in fresh.items():
+            stream = engine.streams.get(stream_id)
+            if stream is not None:
+                self._deliver_new(engine, stream, outputs)
+        metrics.step_deliver_s.observe(time.perf_counter() - begun)
+
+    def _deliver_new(self, engine: Engine, stream: Stream, outputs: list[m.Output]) -> None:
+        """Drop what is old or known; what comes too early means that something was lost on the way."""
+        position = len(stream.tokens)
+        accepted = []
+        for output in outputs:
+            if output.epoch != stream.epoch or output.position < position or stream.end is not None:
+                metrics.duplicate_tokens.inc()
+            elif output.position > position:
+                metrics.gaps_refused.inc()
+                log.error("deliver.gap", stream=stream.id, expected=position, got=output.position)
+                self._resubmit(engine, stream)
+                break
+            else:
+                accepted.append(output)
+                position += 1
+        if accepted:
+            self._deliver(stream, accepted, accepted[-1].finish)
+
+    def _deliver(self, stream: Stream, outputs: list[m.Output], finish: str) -> None:
+        """Journal, then send."""
+        now = time.monotonic()
+        recovered = None
+        if stream.recovery is not None:
+            recovered = self._end_recovery(stream, now)
+        logprobs: list[m.TokenLogprobs | None] = []
+        if stream.spec.sampling.logprobs >= 0:
+            logprobs = [output.logprobs for output in outputs]
+        tokens = m.pack_tokens([output.token for output in outputs])
+        if not stream.first_token_at:
+            stream.first_token_at = now
+            metrics.first_token_s.observe(now - stream.opened_at)
+        prefill_ms = 0.0 if stream.token_count else stream.prefill_ms
+        stream.record(j.Tokens(len(stream.tokens), tokens, finish, logprobs, prefill_ms))
+        metrics.delivered_tokens.inc(len(outputs))
+        if recovered is not None:
+            stream.comment(failover.recovered_comment(recovered))
+        if stream.finish:
+            if stream.stopped_by_text:
+                self._cancel_at_engine(stream, len(stream.tokens))
+            self._end(stream, stream.finish, "stop_string" if stream.stopped_by_text else stream.finish)
+        else:
+            stream.advance_readers()
+
+    def _end_recovery(self, stream: Stream, now: float) -> j.Recovery:
+        recovery: j.Recovery = stream.recovery.finish(now)
+        stream.recovery = None
+        stream.record(recovery)
+        metrics.recoveries.labels(recovery.reason).inc()
+        metrics.recovery_gap_s.observe(recovery.gap_ms / 1000)
+        log.info(
+            "recover.done", stream=stream.id, lost=recovery.engine, engine=recovery.to_engine, reason=recovery.reason,
+            position=recovery.position, gap_ms=round(recovery.gap_ms, 1), detect_ms=round(recovery.detect_ms, 1),
+            fence_ms=round(recovery.fence_ms, 1), restore_ms=round(recovery.restore_ms, 1),
+            force_ms=round(recovery.force_ms, 1), next_token_ms=round(recovery.next_token_ms, 1),
+            restored_tokens=recovery.restored_tokens, forced_tokens=recovery.forced_tokens,
+        )  # fmt: skip
+        return recovery
+
+    # ------------------------------------------------------------ ends
+
+    def _resubmit(self, engine: Engine, stream: Stream) -> None:
+        """The engine lost the thread of this stream: the same again under a new epoch."""
+        self._cancel_at_engine(stream, -1)
+        engine.streams.pop(stream.id, None)
+        self.submit(stream)
+
+    def _cancel_at_engine(self, stream: Stream, keep_position: int) -> None:
+        engine = self.engines.get(stream.engine)
+        if engine is not None and engine.streams.get(stream.id) is stream:
+            self._cancel_epoch(engine, stream.id, stream.epoch, keep_position)
+
+    def _cancel_epoch(self, engine: Engine, stream_id: str, epoch: int, keep_position: int = -1) -> None:
+        if engine.link is not None:
+            engine.link.send(m.Cancel(stream_id, epoch, keep_position))
+
+    def _end(self, stream: Stream, finish_reason: str, cause: str, refused: m.Refused | None = None) -> None:
+        """Last record, last events."""
+        if stream.end is not None:
+            return
+        end = j.End(finish_reason, cause, time.time())
+        if refused is not None:
+            status = {"too_long": 400, "bad_token": 400, "no_engine": 503}.get(refused.code, 500)
+            end = j.End(finish_reason, cause, time.time(), status, refused.code, refused.message)
+        self._stop_waiting(stream)
+        engine = self.engines.get(stream.engine)
+        if engine is not None and engine.streams.pop(stream.id, None) is not None:
+            engine.remember(stream, m.pack_tokens(stream.tokens))
+        stream.record(end)
+        self._table.retire(stream)
+        metrics.streams_ended.labels(cause).inc()
+        self._log_end(stream, cause)
+        stream.advance_readers()
+        stream.ended.set()
+        self.on_end(stream)
+
+    def _log_end(self, stream: Stream, cause: str) -> None:
+        now = time.monotonic()
+        log.info(
+            "deliver.ended", stream=stream.id, session=stream.spec.session or None, engine=stream.engine, cause=cause,
+            prompt_tokens=stream.prompt_count, completion_tokens=stream.token_count,
+            cached_tokens=stream.usage()["prompt_tokens_details"]["cached_tokens"],
+            verdict=stream.started.verdict if stream.started else None, recoveries=len(stream.recoveries),
+            first_token_ms=round((stream.first_token_at - stream.opened_at) * 1000) if stream.first_token_at else None,
+            ms=round((now - stream.opened_at) * 1000),
+        )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Errors of the gateway, by what the caller does next. One shape on the wire: OpenAI's.
+
+ApiError                 answered as {"error": {"message", "type", "param", "code"}}
+|- bad_request(...)      stop: the request is wrong; `param` names the field
+|- not_found(...)        stop: there is no such model, stream or session
+|- unauthorized()        stop: send the key
+|- conflict(...)         retry after the named thing has ended
+|- overloaded(...)       retry after `retry_after_s`; nothing was started
+`- unavailable(...)      retry: no engine could serve
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    403: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. message tells the user what to do; code is for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str = "", param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code or None
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+def not_supported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
+def not_found(message: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(404, message, code=code, param=param)
+
+
+def unauthorized() -> ApiError:
+    hint = "This server requires an API key: send it as `Authorization: Bearer <key>`."
+    return ApiError(401, hint, code="invalid_api_key")
+
+
+def conflict(message: str) -> ApiError:
+    return ApiError(409, message, code="conflict")
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)
+
+
+def unavailable(message: str, code: str = "no_engine", retry_after_s: int = 2) -> ApiError:
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)

@@ -1,0 +1,228 @@
+"""The truth about one stream on disk: DATA/journal/<stream>.journal. Stage: deliver; written on the event loop, before the socket.
+
+One `os.write` a stream and engine step, into the page cache: it survives the process, not the machine's power (no fsync).
+A torn tail is the end of the journal. A full disk never stops a stream: what couldn't be written waits in memory and is
+tried again, and `journal_backlog_bytes` shows it.
+
+Record: 16-byte header (u32 body length, u16 type, u16 magic, u64 xxh3_64 of type and body), then the body in msgpack.
+A finished journal ends with one empty record of type CLOSED: 16 constant bytes, so the end of a file tells whether it is live.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import xxhash
+
+from engine.messages import Sampling, TokenLogprobs
+from gateway import metrics
+
+log = structlog.get_logger()
+
+_HEADER = struct.Struct("<IHHQ")
+_MAGIC = 0x4A43  # "CJ"
+_CLOSED_TYPE = 255
+RECORD_LIMIT_BYTES = 256 << 20
+
+
+class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First record: all that a stream is a function of, besides its tokens.
+
+    prompt      packed tokens
+    seed        in `sampling`; chosen by the gateway if the request named none
+    streamed    asked for as SSE (a resume is always SSE)
+    stored      goes on without a client
+    """
+
+    stream: str
+    kind: str  # "chat" or "text"
+    created: int
+    model: str
+    prompt: bytes
+    sampling: Sampling
+    stop: list[str]
+    stop_tokens: list[int]
+    max_position: int
+    include_usage: bool = False
+    streamed: bool = False
+    stored: bool = False
+    session: str = ""
+    namespace: str = "default"
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Before each submission: which epoch went to which engine."""
+
+    epoch: int
+    engine: str
+    incarnation: int
+
+
+class StartedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the first engine found; what usage, verdict and timing of the answer come from."""
+
+    verdict: str
+    reason: str
+    reused: dict[str, int]
+    recomputed: int
+    prefill_start: int
+    wait_ms: float = 0.0
+    restore_ms: float = 0.0
+
+
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens from `position` on; finish belongs to the last one, prefill_ms to the first of the answer."""
+
+    position: int
+    tokens: bytes
+    finish: str = ""
+    logprobs: list[TokenLogprobs | None] = []
+    prefill_ms: float = 0.0
+
+
+class Recovery(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One loss of an engine, from the last sign of life to the next delivered token, in ms (parts add up to the gap)."""
+
+    engine: str
+    reason: str
+    position: int
+    to_engine: str = ""
+    gap_ms: float = 0.0
+    detect_ms: float = 0.0
+    fence_ms: float = 0.0
+    wait_ms: float = 0.0
+    restore_ms: float = 0.0
+    force_ms: float = 0.0
+    next_token_ms: float = 0.0
+    restored_tokens: int = 0
+    forced_tokens: int = 0
+
+
+class End(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Last record. finish_reason is the client's word; cause is ours (stop, length, cancelled, disconnected, expired, error)."""
+
+    finish_reason: str
+    cause: str
+    ended: float
+    error_status: int = 0
+    error_code: str = ""
+    error_message: str = ""
+
+
+TYPES: dict[int, type[Any]] = {1: StreamSpec, 2: Placed, 3: StartedRecord, 4: Tokens, 5: Recovery, 6: End}
+_NUMBERS = {form: number for number, form in TYPES.items()}
+_DECODERS = {number: msgspec.msgpack.Decoder(form) for number, form in TYPES.items()}
+_encoder = msgspec.msgpack.Encoder()
+Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | End
+
+
+def _frame(number: int, body: bytes) -> bytes:
+    return _HEADER.pack(len(body), number, _MAGIC, xxhash.xxh3_64_intdigest(body, seed=number)) + body
+
+
+CLOSED = _frame(_CLOSED_TYPE, b"")
+
+
+def encode(record: Record) -> bytes:
+    """One record as it lies in the file."""
+    return _frame(_NUMBERS[type(record)], _encoder.encode(record))
+
+
+class Journal:
+    """Append end of one file. Single writer; opened again after a restart at the end of its whole records."""
+
+    def __init__(self, path: Path, *, good_bytes: int | None = None) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._end = 0 if good_bytes is None else good_bytes
+        self._backlog = bytearray()
+        self._closing = False
+        self._told = False
+        self._fresh = good_bytes is None
+
+    def append(self, *records: Record) -> None:
+        """Put records at the end of the file; if the disk refuses, keep them and try again with the next."""
+        self._backlog += b"".join([encode(record) for record in records])
+        self.flush()
+
+    def close(self) -> None:
+        """Mark the journal as finished and let go of the file (once all of it is written)."""
+        self._backlog += CLOSED
+        self._closing = True
+        self.flush()
+
+    def release(self) -> None:
+        """Let go of the file without finishing it: the next process goes on with it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    @property
+    def backlog_bytes(self) -> int:
+        return len(self._backlog)
+
+    def flush(self) -> None:
+        """Try to write what waits."""
+        waiting = bytes(self._backlog)
+        try:
+            written = self._write(waiting)
+            trouble = "" if written == len(waiting) else "short write"
+        except OSError as error:
+            written, trouble = 0, str(error)
+        if trouble:
+            self._failed(trouble, len(waiting) - written)
+        self._end += written
+        del self._backlog[:written]
+        if self._closing and not self._backlog:
+            self.release()
+
+    def _failed(self, trouble: str, backlog_bytes: int) -> None:
+        metrics.journal_write_failures.inc()
+        if not self._told:  # once a stream, not once a token
+            self._told = True
+            log.error("deliver.journal_failed", path=str(self.path), error=trouble, backlog_bytes=backlog_bytes)
+
+    def _write(self, data: bytes) -> int:
+        if self._fd is None:
+            self._fd = self._open()
+        return os.pwrite(self._fd, data, self._end)
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
+        fd = os.open(self.path, flags, 0o600)
+        self._fresh = False
+        os.ftruncate(fd, self._end)  # drops a torn tail
+        return fd
+
+
+def read_records(data: bytes) -> Iterator[tuple[Record, int]]:
+    """Whole records from the start, each with the offset after it. Stops at a torn or flipped one, or at CLOSED."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, number, magic, checksum = _HEADER.unpack_from(data, at)
+        start, end = at + _HEADER.size, at + _HEADER.size + length
+        if magic != _MAGIC or length > RECORD_LIMIT_BYTES or end > len(data) or number not in _DECODERS:
+            return
+        body = data[start:end]
+        if xxhash.xxh3_64_intdigest(body, seed=number) != checksum:
+            return
+        try:
+            record = _DECODERS[number].decode(body)
+        except msgspec.MsgspecError:
+            return
+        yield record, end
+        at = end
+
+
+def is_closed(path: Path) -> bool:
+    """True if the journal is finished, from its last 16 bytes."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - len(CLOSED)))
+        return file.read() == CLOSED

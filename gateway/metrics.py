@@ -1,0 +1,85 @@
+"""Prometheus metrics of the gateway, named after the stages. `docs/metrics.md` documents each; `GET /metrics` shows them.
+
+One registry of our own. Counted a step or a stream, not a token, so the delivery path doesn't pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+registry = CollectorRegistry()
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_GAP_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+    return Counter(name, text, labels, namespace="concordia", registry=registry)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+    return Gauge(name, text, labels, namespace="concordia", registry=registry)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+    return Histogram(name, text, labels, namespace="concordia", buckets=buckets, registry=registry)
+
+
+requests = _counter("requests", "HTTP requests", ("path", "status"))
+admit_refused = _counter("admit_refused", "Requests for an answer that were refused", ("code",))
+streams_opened = _counter("streams_opened", "Streams admitted", ("kind",))
+streams_ended = _counter("streams_ended", "Streams that ended", ("cause",))
+streams_live = _gauge("streams_live", "Streams that have not ended")
+streams_waiting = _gauge("streams_waiting", "Live streams that no engine has started yet")
+prompt_tokens = _counter("prompt_tokens", "Prompt tokens of admitted streams")
+cached_tokens = _counter(
+    "cached_tokens", "Tokens put back instead of computed, at the first start of a stream", ("tier",)
+)
+delivered_tokens = _counter("delivered_tokens", "Tokens delivered")
+duplicate_tokens = _counter("duplicate_tokens", "Tokens of an old epoch or a known position, dropped")
+gaps_refused = _counter("position_gaps", "Tokens that came too early; the stream was submitted again")
+verdicts = _counter("restore_verdicts", "First starts of streams by verdict", ("verdict",))
+first_token_s = _histogram("first_token_seconds", "Admission to first token", _LATENCY_S)
+step_deliver_s = _histogram(
+    "deliver_step_seconds",
+    "Time to journal and send all tokens of one engine step",
+    (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+)
+recoveries = _counter("recoveries", "Streams that went on after losing their engine", ("reason",))
+recovery_gap_s = _histogram(
+    "recovery_gap_seconds", "Last sign of life of the lost engine to the next delivered token", _GAP_S
+)
+resumed_readers = _counter("resumed_readers", "Reads of a stream by cursor", ("state",))
+stalled_readers = _counter("stalled_readers", "Times that a client was too slow and its delivery paused")
+journal_write_failures = _counter("journal_write_failures", "Journal writes that the disk refused; tried again later")
+journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for the disk")
+sessions_known = _gauge("sessions", "Named sessions on record")
+host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")
+engine_losses = _counter("engine_losses", "Engines lost", ("reason",))
+
+
+class EngineCollector(Collector):
+    """Turns the engines' own last `Stats` into gauges when somebody looks."""
+
+    def __init__(self, rows: Callable[[], Iterable[tuple[str, bool, dict[str, float]]]]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("concordia_engine_up", "1 if the engine can serve", labels=["engine"])
+        families: dict[str, GaugeMetricFamily] = {}
+        for engine, ready, stats in self._rows():
+            up.add_metric([engine], float(ready))
+            for name, value in stats.items():
+                metric = f"concordia_engine_{name}"
+                family = families.setdefault(name, GaugeMetricFamily(metric, f"Engine's {name}", labels=["engine"]))
+                family.add_metric([engine], float(value))
+        return [up, *families.values()]
+
+
+def text() -> bytes:
+    """The exposition format."""
+    return generate_latest(registry)

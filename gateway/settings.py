@@ -1,0 +1,35 @@
+"""The gateway's own section of the configuration. `ops/config.py` fills it; nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """HTTP, admission and stream retention.
+
+    api_key               required from every request when set; needed to listen beyond loopback
+    max_body_bytes        larger request bodies are refused with 413
+    max_waiting           streams that may wait for an engine; more are refused with 429
+    engine_wait_s         how long a stream waits while no engine is alive
+    keepalive_s           an SSE comment is sent after this long without an event
+    resume_grace_s        how long a stream without a client goes on when it is not stored (a restart of the gateway looks like this)
+    stream_retention_s    finished streams can be fetched for this long
+    spares                engines kept idle while another one can serve
+    default_max_tokens    length of an answer when the request names none; 0 means up to the context
+    drain_s               how long SIGTERM lets running streams go on before the gateway exits (they can be resumed afterwards)
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str = ""
+    max_body_bytes: int = 8 << 20
+    max_waiting: int = 256
+    engine_wait_s: float = 60.0
+    keepalive_s: float = 5.0
+    resume_grace_s: float = 30.0
+    stream_retention_s: float = 86_400.0
+    spares: int = 1
+    default_max_tokens: int = 0
+    drain_s: float = 10.0

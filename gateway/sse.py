@@ -1,0 +1,140 @@
+"""The events of a stream as bytes: one for each token, ids consecutive from 0. Stage: deliver; pure.
+
+    0            opening chunk (role; empty text in /v1/completions)
+    1 .. T       token k (its text may be "": held back by an unfinished character or a possible stop string)
+    T + 1        finish chunk: text that was still held back, finish_reason, `concordia`; or the error, which is the last
+    T + 2        usage chunk, if stream_options.include_usage
+    last         [DONE]
+
+A function of the stream's records alone, so every replay is byte-identical.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.errors import ApiError
+from gateway.streams import Stream
+from gateway.tokenizer import TextCodec
+
+_encode = msgspec.json.encode
+
+
+class EventForm:
+    """Renders events; one a gateway."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+
+    def ready_count(self, stream: Stream) -> int:
+        """How many events there are by now."""
+        if stream.end is None:
+            return stream.token_count + 1 if stream.token_count else 0
+        return stream.token_count + 2 + (0 if stream.failed else 1 + stream.spec.include_usage)
+
+    def events(self, stream: Stream, start: int, end: int) -> bytes:
+        """Events [start, end), each `id:` and `data:`."""
+        head, tail = self._frame(stream)
+        return b"".join([b"id: %d\ndata: %b\n\n" % (k, self._data(stream, k, head, tail)) for k in range(start, end)])
+
+    def _frame(self, stream: Stream) -> tuple[bytes, bytes]:
+        """What all chunks of a stream begin and end with."""
+        spec = stream.spec
+        kind = "chat.completion.chunk" if spec.kind == "chat" else "text_completion"
+        head = _encode({"id": answer_id(stream), "object": kind, "created": spec.created, "model": spec.model})
+        return head[:-1] + b',"choices":[', b',"usage":null}' if spec.include_usage else b"}"
+
+    def _data(self, stream: Stream, k: int, head: bytes, tail: bytes) -> bytes:
+        count = stream.token_count
+        if k == 0:
+            return b"%b%b]%b" % (head, self._opening(stream), tail)
+        if k <= count:
+            return b"%b%b]%b" % (head, self._token(stream, k - 1), tail)
+        if stream.failed:
+            return _encode(end_error(stream).body)
+        if k == count + 1:
+            extra = b',"concordia":' + _encode(stream.concordia())
+            return b"%b%b]%b%b" % (head, self._finish(stream), extra, tail)
+        if k == count + 2 and stream.spec.include_usage:
+            usage, concordia = _encode(stream.usage()), _encode(stream.concordia())
+            return b'%b],"usage":%b,"concordia":%b}' % (head, usage, concordia)
+        return b"[DONE]"
+
+    def _opening(self, stream: Stream) -> bytes:
+        if stream.spec.kind == "text":
+            return b'{"index":0,"text":"","logprobs":null,"finish_reason":null}'
+        return b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+
+    def _token(self, stream: Stream, index: int) -> bytes:
+        text = _encode(stream.deltas[index])
+        logprobs = b"null"
+        if stream.spec.sampling.logprobs >= 0:
+            logprobs = _encode(self.logprobs(stream, index, index + 1))
+        if stream.spec.kind == "text":
+            return b'{"index":0,"text":%b,"logprobs":%b,"finish_reason":null}' % (text, logprobs)
+        return b'{"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (text, logprobs)
+
+    def _finish(self, stream: Stream) -> bytes:
+        assert stream.end is not None
+        text, reason = stream.tail, _encode(stream.end.finish_reason)
+        if stream.spec.kind == "text":
+            return b'{"index":0,"text":%b,"logprobs":null,"finish_reason":%b}' % (_encode(text), reason)
+        delta = _encode({"content": text}) if text else b"{}"
+        return b'{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}' % (delta, reason)
+
+    # ------------------------------------------------------------ whole answers
+
+    def answer(self, stream: Stream) -> dict[str, Any]:
+        """The answer so far, as one JSON object (not streamed, or fetched by id)."""
+        spec = stream.spec
+        reason = stream.end.finish_reason if stream.end and not stream.failed else None
+        logprobs = self.logprobs(stream, 0, stream.token_count) if spec.sampling.logprobs >= 0 else None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": logprobs}
+        if spec.kind == "chat":
+            choice["message"] = {"role": "assistant", "content": stream.text, "refusal": None}
+        else:
+            choice["text"] = stream.text
+        return {
+            "id": answer_id(stream),
+            "object": "chat.completion" if spec.kind == "chat" else "text_completion",
+            "created": spec.created,
+            "model": spec.model,
+            "choices": [choice],
+            "usage": stream.usage(),
+            "concordia": stream.concordia(),
+        }
+
+    def logprobs(self, stream: Stream, start: int, end: int) -> dict[str, Any]:
+        """Log probabilities of answer tokens [start, end), in the form of the request's kind."""
+        tokens = stream.tokens[stream.prompt_count + start : stream.prompt_count + end]
+        rows = list(zip(tokens, stream.logprobs[start:end], strict=True))
+        if stream.spec.kind == "chat":
+            return {"content": [self._chat_row(token, row) for token, row in rows], "refusal": None}
+        text = self._codec.token_text
+        return {
+            "tokens": [text(token) for token, _ in rows],
+            "token_logprobs": [row.chosen if row else None for _, row in rows],
+            "top_logprobs": [{text(t): p for t, p in row.top} if row else None for _, row in rows],
+            "text_offset": stream.offsets[start:end],
+        }
+
+    def _chat_row(self, token: int, row: Any) -> dict[str, Any]:
+        top = [self._chat_token(t, p) for t, p in row.top] if row else []
+        return {**self._chat_token(token, row.chosen if row else -9999.0), "top_logprobs": top}
+
+    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._codec.token_bytes(token)
+        return {"token": self._codec.token_text(token), "logprob": logprob, "bytes": list(data)}
+
+
+def answer_id(stream: Stream) -> str:
+    """The `id` of OpenAI's objects; holds the stream's id."""
+    return ("chatcmpl-" if stream.spec.kind == "chat" else "cmpl-") + stream.id
+
+
+def end_error(stream: Stream) -> ApiError:
+    """The error that a stream ended with."""
+    assert stream.end is not None and stream.end.error_status
+    return ApiError(stream.end.error_status, stream.end.error_message, code=stream.end.error_code)

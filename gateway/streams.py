@@ -1,0 +1,351 @@
+"""Streams: what was asked, which tokens there are, who reads. Stage: deliver, resume; owned by the event loop.
+
+The state of a stream is a fold over its journal's records: `record()` writes one and applies it, a replay only applies.
+So a stream that is read back after a restart gives the same text, usage and events, byte for byte.
+Any number of readers follow by cursor; the tokens are held once, and a slow reader holds nothing but its cursor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from engine.messages import TokenLogprobs, unpack_tokens
+from gateway import journal as j
+from gateway import metrics
+from gateway.renderer import Renderer
+from gateway.tokenizer import TextCodec
+
+log = structlog.get_logger()
+
+STREAM_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})")
+RECENT_COUNT = 256  # finished streams kept in memory; others are read back from their journals
+
+
+def new_stream_id() -> str:
+    return secrets.token_hex(12)
+
+
+def parse_stream_id(text: str) -> str | None:
+    """The stream id in a path, with or without the prefix that an answer's `id` carries."""
+    match = STREAM_ID.fullmatch(text)
+    return match[1] if match else None
+
+
+class Reader(Protocol):
+    """Whoever follows a stream."""
+
+    def advance(self) -> None:
+        """Something new can be read."""
+
+    def comment(self, text: str) -> None:
+        """Tell the client something that is no event."""
+
+    def fail(self, status: int, code: str, message: str) -> None:
+        """The stream can't be followed any longer, though it may go on."""
+
+
+class Stream:
+    """One request for an answer, from admission to its end."""
+
+    def __init__(self, spec: j.StreamSpec, codec: TextCodec, journal: j.Journal | None) -> None:
+        self.spec = spec
+        self.id = spec.stream
+        self.journal = journal
+        self.tokens = unpack_tokens(spec.prompt)  # prompt, then every delivered token
+        self.prompt_count = len(self.tokens)
+        self.deltas: list[str] = []
+        self.offsets: list[int] = []  # characters before each delta; kept for log probabilities only
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.epoch = 0
+        self.engine = ""
+        self.started: j.StartedRecord | None = None
+        self.recoveries: list[j.Recovery] = []
+        self.finish = ""
+        self.end: j.End | None = None
+        self.tail = ""  # text that only the end made certain
+        self._renderer = Renderer(codec, self.tokens, spec.stop)
+        self._text_count = 0
+        # Below: of this process only, not in the journal.
+        self.readers: set[Reader] = set()
+        self.ended = asyncio.Event()
+        self.unread = asyncio.Event()  # set while nobody reads
+        self.unread.set()
+        self.resumed = False  # read back at the start of this process, not claimed by an engine yet
+        self.captured = 0
+        self.opened_at = time.monotonic()
+        self.first_token_at = 0.0
+        self.prefill_ms = 0.0
+        self.recovery: Any = None  # failover.Recovering, while the engine is lost and no token has come since
+        self.timer: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------ records
+
+    def record(self, record: j.Record) -> None:
+        """Journal, then apply: what a client sees was written first."""
+        assert self.journal is not None, "a finished stream gets no records"
+        self.journal.append(record)
+        self.apply(record)
+
+    def apply(self, record: j.Record) -> None:
+        """Fold one record into the state."""
+        match record:
+            case j.Tokens():
+                self._apply_tokens(record)
+            case j.Placed():
+                self.epoch, self.engine = record.epoch, record.engine
+            case j.StartedRecord():
+                self.started = self.started or record
+            case j.Recovery():
+                self.recoveries.append(record)
+            case j.End():
+                self.tail = self._renderer.finish()
+                self.end = record
+
+    def _apply_tokens(self, record: j.Tokens) -> None:
+        assert record.position == len(self.tokens), "positions in a journal have no gap"
+        tokens = unpack_tokens(record.tokens)
+        self.prefill_ms = record.prefill_ms or self.prefill_ms
+        for index, token in enumerate(tokens):
+            last = index == len(tokens) - 1
+            silent = last and record.finish == "stop"  # the stop token has no text
+            self._apply_token(token, "" if silent else self._renderer.push(token))
+            if self.spec.sampling.logprobs >= 0:
+                self.logprobs.append(record.logprobs[index] if record.logprobs else None)
+            if self._renderer.stopped:
+                self.finish = "stop"
+                return  # tokens after the one that completed a stop string are no part of the truth
+        self.finish = record.finish
+
+    def _apply_token(self, token: int, delta: str) -> None:
+        self.tokens.append(token)
+        self.deltas.append(delta)
+        if self.spec.sampling.logprobs >= 0:
+            self.offsets.append(self._text_count)
+            self._text_count += len(delta)
+
+    # ------------------------------------------------------------ views
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.deltas)
+
+    @property
+    def stopped_by_text(self) -> bool:
+        return self._renderer.stopped
+
+    @property
+    def text(self) -> str:
+        return "".join(self.deltas) + self.tail
+
+    @property
+    def failed(self) -> bool:
+        return self.end is not None and self.end.error_status != 0
+
+    @property
+    def state(self) -> str:
+        if self.end is None:
+            return "waiting" if self.started is None else "live"
+        return "failed" if self.failed else "finished"
+
+    @property
+    def stored(self) -> bool:
+        return self.spec.stored
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object; cached_tokens is what the first engine put back instead of computing."""
+        reused = sum(self.started.reused.values()) if self.started else 0
+        return {
+            "prompt_tokens": self.prompt_count,
+            "completion_tokens": self.token_count,
+            "total_tokens": self.prompt_count + self.token_count,
+            "prompt_tokens_details": {"cached_tokens": min(reused, self.prompt_count)},
+        }
+
+    def concordia(self) -> dict[str, Any]:
+        """What was reused and from where, what was recomputed and why, and each recovery."""
+        started = self.started or j.StartedRecord("unknown", "the engine's report was lost", {}, 0, -1)
+        tiers = {tier: started.reused.get(tier, 0) for tier in ("device", "lane", "disk")}
+        return {
+            "stream_id": self.id,
+            "session_id": self.spec.session or None,
+            "verdict": started.verdict,
+            "reason": started.reason,
+            "restored_tokens": sum(tiers.values()),
+            "restored_from": tiers,
+            "recomputed_tokens": started.recomputed,
+            "timing": {
+                "wait_ms": started.wait_ms,
+                "restore_ms": started.restore_ms,
+                "prefill_ms": self.prefill_ms,
+            },
+            "recoveries": [_recovery_view(recovery) for recovery in self.recoveries],
+            "end": self.end.cause if self.end else None,
+        }
+
+    def add_reader(self, reader: Reader) -> None:
+        self.readers.add(reader)
+        self.unread.clear()
+
+    def drop_reader(self, reader: Reader) -> None:
+        self.readers.discard(reader)
+        if not self.readers:
+            self.unread.set()
+
+    def advance_readers(self) -> None:
+        for reader in tuple(self.readers):
+            reader.advance()
+
+    def comment(self, text: str) -> None:
+        for reader in tuple(self.readers):
+            reader.comment(text)
+
+
+def _recovery_view(recovery: j.Recovery) -> dict[str, Any]:
+    fields = {name: getattr(recovery, name) for name in recovery.__struct_fields__}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
+
+
+class StreamTable:
+    """All streams of this gateway: live ones, a few finished ones, and the journals of the rest."""
+
+    def __init__(self, directory: Path, codec: TextCodec) -> None:
+        self._directory = directory
+        self._codec = codec
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._recent: OrderedDict[str, Stream] = OrderedDict()
+        self._unwritten: set[Stream] = set()
+        self.live: dict[str, Stream] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def open(self, spec: j.StreamSpec) -> Stream:
+        """Start a stream: its first record is in the journal when this returns."""
+        journal = j.Journal(self._path(spec.stream))
+        stream = Stream(spec, self._codec, journal)
+        journal.append(spec)
+        self.live[stream.id] = stream
+        metrics.streams_opened.labels(spec.kind).inc()
+        return stream
+
+    async def fetch(self, stream_id: str) -> Stream | None:
+        """A stream by id: live, finished lately, or read back from its journal."""
+        stream = self.find(stream_id)
+        if stream is not None:
+            return stream
+        loop = asyncio.get_running_loop()
+        stream = await loop.run_in_executor(self._thread, self._read, self._path(stream_id))
+        if stream is None or stream.end is None:
+            return self.find(stream_id)
+        stream.ended.set()
+        return self._remember(stream)
+
+    def find(self, stream_id: str) -> Stream | None:
+        """A stream in memory."""
+        return self.live.get(stream_id) or self._recent.get(stream_id)
+
+    def retire(self, stream: Stream) -> None:
+        """The stream has its end record: close the journal, keep it readable."""
+        assert stream.end is not None and stream.journal is not None
+        stream.journal.close()
+        if stream.journal.backlog_bytes:
+            self._unwritten.add(stream)
+        self.live.pop(stream.id, None)
+        self._remember(stream)
+
+    def load_live(self) -> list[Stream]:
+        """Streams of an earlier process that have no end yet. Called once, before serving."""
+        streams = []
+        for path in sorted(self._directory.glob("*.journal")):
+            if not j.is_closed(path):
+                stream = self._read(path)
+                if stream is not None:
+                    stream.resumed = True
+                    self.live[stream.id] = stream
+                    streams.append(stream)
+        return streams
+
+    async def forget(self, stream_ids: list[str]) -> None:
+        """Delete finished streams and their journals."""
+        for stream_id in stream_ids:
+            self._recent.pop(stream_id, None)
+        paths = [self._path(stream_id) for stream_id in stream_ids if stream_id not in self.live]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, _unlink_all, paths)
+
+    async def sweep(self, retention_s: float) -> None:
+        """Retry what the disk refused; delete journals of streams that ended too long ago."""
+        waiting = [s.journal for s in (*self.live.values(), *self._unwritten) if s.journal and s.journal.backlog_bytes]
+        for journal in waiting:
+            journal.flush()
+        metrics.journal_backlog.set(sum(journal.backlog_bytes for journal in waiting))
+        self._unwritten = {s for s in self._unwritten if s.journal and s.journal.backlog_bytes}
+        loop = asyncio.get_running_loop()
+        old = await loop.run_in_executor(self._thread, _expired, self._directory, time.time() - retention_s)
+        await self.forget([path.stem for path in old if path.stem not in self.live])
+
+    def close(self) -> None:
+        """Let go of all files; live streams go on in the next process."""
+        for stream in self.live.values():
+            if stream.journal is not None:
+                stream.journal.flush()
+                stream.journal.release()
+        self._thread.shutdown()
+
+    def _path(self, stream_id: str) -> Path:
+        return self._directory / f"{stream_id}.journal"
+
+    def _remember(self, stream: Stream) -> Stream:
+        self._recent[stream.id] = stream
+        for old in list(self._recent)[: max(0, len(self._recent) - RECENT_COUNT)]:
+            if not self._recent[old].readers:
+                del self._recent[old]
+        return stream
+
+    def _read(self, path: Path) -> Stream | None:
+        """Fold a journal. Without a whole first record nothing was ever promised: the file is dropped."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        records = j.read_records(data)
+        first = next(records, None)
+        if first is None or not isinstance(first[0], j.StreamSpec):
+            log.warning("resume.journal_empty", path=str(path), bytes=len(data))
+            os.rename(path, path.with_suffix(".bad"))
+            return None
+        stream = Stream(first[0], self._codec, None)
+        good = first[1]
+        for record, end in records:
+            stream.apply(record)
+            good = end
+        if good < len(data) - len(j.CLOSED) or (stream.end is None and good < len(data)):
+            log.warning("resume.journal_torn", stream=stream.id, good_bytes=good, bytes=len(data))
+        if stream.end is None:
+            stream.journal = j.Journal(path, good_bytes=good)
+        return stream
+
+
+def _expired(directory: Path, before: float) -> list[Path]:
+    expired = []
+    for path in directory.glob("*.journal"):
+        try:
+            if path.stat().st_mtime < before and j.is_closed(path):
+                expired.append(path)
+        except FileNotFoundError:
+            continue
+    return expired
+
+
+def _unlink_all(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""The commands' side of the HTTP API: small, synchronous, with deadlines. Runs in the command's process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from ops.errors import NotRunning, OpsError
+
+TIMEOUT_S = 10.0
+
+
+class ApiError(OpsError):
+    """The gateway answered with an error; `status` is its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Client:
+    """One gateway."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def get(self, path: str) -> Any:
+        """Decoded answer. Raises NotRunning or ApiError."""
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The same with a body."""
+        return self._ask("POST", path, body)
+
+    def delete(self, path: str) -> Any:
+        """The same for DELETE."""
+        return self._ask("DELETE", path)
+
+    def healthy(self) -> bool:
+        """An engine can serve."""
+        try:
+            self.get("/health")
+        except OpsError:
+            return False
+        return True
+
+    def session_path(self, session: str) -> str:
+        """Path of a session, whatever characters its name has."""
+        return f"/v1/sessions/{quote(session, safe='')}"
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
+        try:
+            request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            raise ApiError(error.code, _message(error)) from error
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise NotRunning(
+                f"no gateway answers at {self.url} ({reason}); start one by `concordia serve`, or name it by --url"
+            ) from error
+        return json.loads(text) if text.strip() else {}
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    if error.code == 401:
+        return "the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file"
+    try:
+        answer = json.loads(error.read())
+        return str(answer["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"the gateway answered {error.code} {error.reason}"

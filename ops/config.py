@@ -1,0 +1,397 @@
+"""The one configuration object: defaults < TOML file < environment < flags, read once, typed, frozen.
+
+Runs in the command line process; the other processes get their sections as JSON (`Config.engine_json` and its siblings) and
+never read a file or the environment. An unknown key is refused with the nearest known one; a wrong type says file, key and
+what was expected; every value remembers where it came from. Documented in docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from engine.settings import EngineSettings
+from gateway.config import is_loopback
+from gateway.settings import GatewaySettings
+from ops.errors import ConfigError
+from ops.settings import HostSettings, LogSettings
+from tiers.paths import Paths
+from tiers.settings import TierSettings
+
+SECTIONS: dict[str, type] = {
+    "gateway": GatewaySettings,
+    "engine": EngineSettings,
+    "tiers": TierSettings,
+    "host": HostSettings,
+    "log": LogSettings,
+}
+
+ENVIRONMENT_PREFIX = "CONCORDIA_"
+ENVIRONMENT_SHORT = {"CONCORDIA_API_KEY": "gateway.api_key", "CONCORDIA_API_KEY_FILE": "api_key_file"}
+# Read elsewhere or meant for tests; not keys of the configuration.
+ENVIRONMENT_OTHER = {"CONCORDIA_CONFIG", "CONCORDIA_URL"}
+ENVIRONMENT_FREE = ("CONCORDIA_TEST_", "CONCORDIA_BENCH_")
+SECRET_KEYS = {"gateway.api_key"}
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+def default_data_dir(environment: Mapping[str, str]) -> Path:
+    """XDG data home, or ~/.local/share."""
+    return Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "concordia"
+
+
+def default_model_cache(environment: Mapping[str, str]) -> Path:
+    """XDG cache home, or ~/.cache: converted models can be made again."""
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "concordia" / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set. A package receives only its own section.
+
+    data_dir      journal, sessions and the store; one running installation each
+    lane_dir      lanes and sockets in shared memory; empty: a directory in /dev/shm named after data_dir
+    model         name, directory or .gguf file
+    model_cache   where pulled and converted models lie
+    api_key_file  file whose first line is the API key (used where no key is given)
+    """
+
+    data_dir: Path
+    model_cache: Path
+    lane_dir: str = ""
+    model: str = "smollm2"
+    api_key_file: str = ""
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    tiers: TierSettings = field(default_factory=TierSettings)
+    host: HostSettings = field(default_factory=HostSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> Paths:
+        """Names of all files of this installation."""
+        return Paths.at(self.data_dir, self.lane_dir or None)
+
+    def values(self) -> dict[str, Any]:
+        """Every key with its value, in documentation order."""
+        return {key: _get(self, key) for key in all_keys()}
+
+    # ------------------------------------------------------------ what the processes get
+
+    def engine_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
+        """Resolved settings for nursery, engines and keeper. Holds no secret: it may stand on a command line."""
+        return {
+            "engine": dataclasses.asdict(self.engine) | {"threads": engine_threads(self.engine, self.host)},
+            "tiers": dataclasses.asdict(self.tiers),
+            "log": dataclasses.asdict(self.log),
+            "data_dir": str(self.paths.data_dir),
+            "lane_dir": str(self.paths.lane_dir),
+            "model_dir": str(model_dir),
+            "model_name": model_name,
+        }
+
+    def host_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
+        """The same for the host agent, with its own section."""
+        return self.engine_json(model_dir, model_name) | {"host": dataclasses.asdict(self.host)}
+
+    def gateway_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
+        """The same for the gateway. Holds the API key: hand it over by a pipe, not on a command line."""
+        return self.engine_json(model_dir, model_name) | {
+            "gateway": dataclasses.asdict(self.gateway),
+            "context_tokens": self.engine.context_tokens,
+        }
+
+
+def engine_threads(engine: EngineSettings, host: HostSettings) -> int:
+    """Torch threads of one engine: what is set, or the cores shared out among the engines."""
+    return engine.threads or max(1, len(os.sched_getaffinity(0)) // host.engines)
+
+
+# ---------------------------------------------------------------- keys and types
+
+
+def _hints() -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for name, kind in get_type_hints(Config).items():
+        if name in SECTIONS:
+            hints |= {f"{name}.{key}": value for key, value in get_type_hints(SECTIONS[name]).items()}
+        elif name != "sources":
+            hints[name] = kind
+    return hints
+
+
+_HINTS = _hints()
+
+
+def all_keys() -> list[str]:
+    """Every key that can be set: `model`, `gateway.port`, ..."""
+    return list(_HINTS)
+
+
+def environment_name(key: str) -> str:
+    """`gateway.port` -> CONCORDIA_GATEWAY_PORT."""
+    return ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
+
+
+def _get(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
+
+
+def _expected(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}[kind]
+
+
+def _convert(key: str, value: Any, where: str) -> Any:
+    """Value of TOML, environment or flag -> value of the key's type; text is parsed where it comes from the environment."""
+    kind = _HINTS[key]
+    converted = _converted(kind, key, value)
+    if converted is None:
+        raise ConfigError(f"{where}: {key} must be {_expected(kind)}, not {value!r}")
+    problem = _problem(key, converted)
+    if problem:
+        raise ConfigError(f"{where}: {key} = {converted!r} {problem}")
+    return converted
+
+
+def _converted(kind: Any, key: str, value: Any) -> Any:
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else None
+    if kind is Path:
+        return Path(os.path.expanduser(value)) if isinstance(value, str | Path) and str(value) else None
+    if kind is str:
+        return value if isinstance(value, str) else None
+    if kind is bool:
+        return value if isinstance(value, bool) else _BOOLEANS.get(value.lower()) if isinstance(value, str) else None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if kind is int:
+        return _integer(key, value)
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def _integer(key: str, value: int | float | str) -> int | None:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    if key.endswith("_bytes"):
+        match = _SIZE.fullmatch(value.strip())
+        return int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else None
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+_LEAST = {
+    "host.engines": 1,
+    "engine.slots": 1,
+    "engine.prefill_chunk": 1,
+    "tiers.block_tokens": 1,
+    "tiers.lane_bytes": 1 << 20,
+    "tiers.lane_record_count": 64,
+    "tiers.store_map_bytes": 1 << 20,
+    "tiers.drain_interval_ms": 1,
+    "tiers.sync_interval_ms": 1,
+    "host.hang_floor_ms": 50,
+    "host.watch_interval_ms": 1,
+    "gateway.max_body_bytes": 1024,
+}
+
+
+def _problem(key: str, value: Any) -> str:
+    """What is wrong with a value of the right type; "" if nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if key == "engine.device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+            return "is not a device: expected auto, cpu, cuda or cuda:N"
+        return ""
+    if value < _LEAST.get(key, 0):
+        return f"is too small: at least {_LEAST.get(key, 0)}"
+    if key == "gateway.port" and value > 65535:
+        return "is not a port: at most 65535"
+    return ""
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}" if len(known) < 20 else ""
+
+
+# ---------------------------------------------------------------- the four layers
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config_file: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """Read all layers. `flags` holds the keys given on the command line ({"gateway.port": 9000}); None values don't count.
+
+    Raises ConfigError, whose text names the layer, the key and what was expected.
+    """
+    environment = os.environ if environment is None else environment
+    given_flags = {key: value for key, value in (flags or {}).items() if value is not None}
+    values: dict[str, Any] = {
+        "data_dir": default_data_dir(environment),
+        "model_cache": default_model_cache(environment),
+    }
+    sources: dict[str, str] = {}
+
+    def take(layer: Mapping[str, tuple[Any, str]]) -> None:
+        for key, (value, where) in layer.items():
+            values[key] = _convert(key, value, where)
+            sources[key] = where
+
+    from_environment = _read_environment(environment)
+    from_flags = {key: (value, f"flag {flag_name(key)}") for key, value in given_flags.items()}
+    # The data directory decides where the file is looked for, so it must be known before the file is read.
+    for layer in (from_environment, from_flags):
+        take({key: value for key, value in layer.items() if key == "data_dir"})
+    take(_read_file(config_file or environment.get("CONCORDIA_CONFIG"), values["data_dir"]))
+    take(from_environment)
+    take(from_flags)
+    return _check(_assemble(values, sources))
+
+
+def flag_name(key: str) -> str:
+    """`gateway.api_key` -> --api-key."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def _assemble(values: dict[str, Any], sources: dict[str, str]) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    top: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (sections[section] if section else top)[name] = value
+    built = {name: SECTIONS[name](**section) for name, section in sections.items()}
+    config = Config(
+        **top, **built, sources=types.MappingProxyType({key: sources.get(key, "default") for key in all_keys()})
+    )
+    return _with_key_file(config)
+
+
+def _with_key_file(config: Config) -> Config:
+    if not config.api_key_file or config.gateway.api_key:
+        return config
+    path = Path(os.path.expanduser(config.api_key_file))
+    where = config.sources["api_key_file"]
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: api_key_file {path} can't be read: {error}") from error
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"{where}: api_key_file {path} is empty; its first line must be the key")
+    gateway = dataclasses.replace(config.gateway, api_key=lines[0].strip())
+    sources = types.MappingProxyType({**config.sources, "gateway.api_key": f"file {path}"})
+    return dataclasses.replace(config, gateway=gateway, sources=sources)
+
+
+def _check(config: Config) -> Config:
+    if not is_loopback(config.gateway.host) and not config.gateway.api_key:
+        raise ConfigError(
+            f"{config.sources['gateway.host']}: gateway.host = {config.gateway.host!r} is reachable from other machines, and no API key "
+            "is set; give one by --api-key, CONCORDIA_API_KEY or api_key_file, or listen on 127.0.0.1"
+        )
+    return config
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    known = {environment_name(key): key for key in all_keys()} | ENVIRONMENT_SHORT
+    layer = {}
+    for name in sorted(environment, key=lambda name: name in ENVIRONMENT_SHORT):  # the short names win
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in ENVIRONMENT_OTHER or name.startswith(ENVIRONMENT_FREE):
+            continue
+        if name not in known:
+            raise ConfigError(f"environment: {name} is no known variable{_nearest(name, list(known))}")
+        layer[known[name]] = (environment[name], f"environment {name}")
+    return layer
+
+
+def _read_file(path: str | os.PathLike[str] | None, data_dir: Path) -> dict[str, tuple[Any, str]]:
+    file = Path(path) if path else data_dir / "concordia.toml"
+    try:
+        document = tomllib.loads(file.read_text())
+    except FileNotFoundError as error:
+        if path:
+            raise ConfigError(f"{file}: no such file") from error
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: can't be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+    layer: dict[str, tuple[Any, str]] = {}
+    for name, value in document.items():
+        if name in SECTIONS:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{file}: {name} is a section; write [{name}] and its keys below")
+            for key, inner in value.items():
+                layer[_known(f"{name}.{key}", file)] = (inner, f"file {file}")
+        else:
+            layer[_known(name, file)] = (value, f"file {file}")
+    if "data_dir" in layer and not path:
+        raise ConfigError(
+            f"{file}: this file was found by data_dir, so it can't set it; use --data-dir or CONCORDIA_DATA_DIR"
+        )
+    return layer
+
+
+def _known(key: str, file: Path) -> str:
+    if key in _HINTS:
+        return key
+    raise ConfigError(f"{file}: unknown key {key}{_nearest(key, all_keys() + list(SECTIONS))}")
+
+
+# ---------------------------------------------------------------- showing
+
+
+def shown_value(key: str, value: Any) -> str:
+    """A value as `concordia config` shows it; secrets are only said to be set."""
+    if key in SECRET_KEYS:
+        return "(set)" if value else ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_json(config: Config) -> str:
+    """`concordia config --json`: {key: {"value", "source", "environment"}}."""
+    shown = {
+        key: {
+            "value": shown_value(key, value) if key in SECRET_KEYS or isinstance(value, Path) else value,
+            "source": config.sources[key],
+            "environment": environment_name(key),
+        }
+        for key, value in config.values().items()
+    }
+    return json.dumps(shown, indent=2)

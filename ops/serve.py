@@ -1,0 +1,173 @@
+"""`concordia serve`: the small supervisor in the foreground. Starts gateway and host agent, starts either again when it dies.
+
+Runs in the command's own process on one asyncio loop and does nothing else, so that there is little to fail. SIGTERM or SIGINT: the
+gateway drains (answers in progress end, or are stored and go on after the next start), then the host agent ends engines and
+keeper. A second signal kills. When this process itself is killed, gateway and host agent die with it (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import structlog
+
+from engine import pid_file
+from ops.config import Config
+from ops.errors import AlreadyRunning, ModelError, OpsError
+from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
+from ops.show import Progress, print_welcome
+from ops.status import engine_state
+
+log = structlog.get_logger("serve")
+
+POLL_S = 0.2
+STOP_MARGIN_S = 5.0
+QUICK_DEATHS = 4
+FATAL = (ModelError.exit_code,)
+
+
+class Supervisor:
+    """Gateway and host agent of one installation."""
+
+    def __init__(self, config: Config, model_dir: Path, model_name: str) -> None:
+        self.config = config
+        self._paths = config.paths
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        backoff = Backoff(100, 5000, 30.0)
+        host = ChildCommand("host", "ops.host", config.host_json(model_dir, model_name))
+        gateway = ChildCommand("gateway", "gateway", config.gateway_json(model_dir, model_name))
+        self._host = KeptProcess(host, self._paths.pid_file("host"), backoff, give_up_after=QUICK_DEATHS, fatal=FATAL)
+        self._gateway = KeptProcess(gateway, self._paths.pid_file("gateway"), backoff, give_up_after=QUICK_DEATHS)
+
+    async def run(self) -> None:
+        """Everything, until a signal. Raises OpsError if a part can't be started."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        lock = FileLock(self._paths.serve_lock).take("this data directory is being served already")
+        try:
+            check_port(self.config.gateway.host, self.config.gateway.port)
+            become_subreaper()
+            pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
+            await self._run_children()
+        finally:
+            self._paths.pid_file("serve").unlink(missing_ok=True)
+            lock.release()
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping.is_set():
+            self._killing.set()
+        log.info("serve.stopping", signal=signal.Signals(number).name, again=self._killing.is_set())
+        self._stopping.set()
+
+    async def _run_children(self) -> None:
+        kept = [asyncio.create_task(part.run(), name=part.command.name) for part in (self._host, self._gateway)]
+        stopping = asyncio.create_task(self._stopping.wait())
+        welcome = asyncio.create_task(self._welcome())
+        try:
+            done, _ = await asyncio.wait([stopping, *kept], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            welcome.cancel()
+            stopping.cancel()
+            await self._stop_children()
+            for task in kept:
+                task.cancel()
+            await asyncio.gather(welcome, *kept, return_exceptions=True)
+
+    async def _stop_children(self) -> None:
+        kill = asyncio.create_task(self._kill_on_second_signal())
+        await self._gateway.stop(self.config.gateway.drain_s + STOP_MARGIN_S)
+        await self._host.stop(3 * self.config.host.stop_timeout_s + STOP_MARGIN_S)
+        kill.cancel()
+
+    async def _kill_on_second_signal(self) -> None:
+        await self._killing.wait()
+        self._gateway.signal(signal.SIGKILL)
+        self._host.signal(signal.SIGKILL)
+        kill_all(self.config)
+
+    # ------------------------------------------------------------ start
+
+    async def _welcome(self) -> None:
+        """Say how far the start is, and when it serves what to try."""
+        started = time.monotonic()
+        with Progress("starting") as progress:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as client:
+                while not await self._healthy(client):
+                    progress.say(f"starting: {self._start_state()}")
+                    await asyncio.sleep(POLL_S)
+        self._host.proved = self._gateway.proved = True
+        log.info("serve.ready", seconds=round(time.monotonic() - started, 1), url=base_url(self.config))
+        print_welcome(base_url(self.config), self.config, seconds=time.monotonic() - started)
+        sys.stdout.flush()
+
+    async def _healthy(self, client: aiohttp.ClientSession) -> bool:
+        if not any(engine_state(self._paths, name) == "ready" for name in self._engines()):
+            return False  # no need to ask
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            key = self.config.gateway.api_key
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with client.get(base_url(self.config) + "/health", headers=headers) as answer:
+                return answer.status == 200
+        return False
+
+    def _start_state(self) -> str:
+        return ", ".join(f"{name} {engine_state(self._paths, name)}" for name in self._engines())
+
+    def _engines(self) -> list[str]:
+        return [f"e{index}" for index in range(self.config.host.engines)]
+
+
+def base_url(config: Config) -> str:
+    """Where this machine reaches the gateway."""
+    host = config.gateway.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{config.gateway.port}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise AlreadyRunning if the port can't be had; better now than in a child's log."""
+    if port == 0:
+        raise OpsError("port 0 can't be served: clients need to know the port; give one by --port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise AlreadyRunning(
+            f"{host}:{port} can't be listened on ({error.strerror or error}); choose another with --port"
+        ) from error
+
+
+def kill_all(config: Config) -> list[int]:
+    """SIGKILL every process of this installation, by its pid files; what `demo` does to it, and a second Ctrl-C. Returns the pids."""
+    killed = []
+    for path in sorted(config.paths.lane_dir.glob("*.pid")):
+        known = pid_file.read(path)
+        if known is not None and known.alive and known.pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(known.pid, signal.SIGKILL)
+                killed.append(known.pid)
+    return killed
+
+
+def serve(config: Config, model_dir: Path, model_name: str) -> None:
+    """Serve until SIGTERM or SIGINT. Raises OpsError."""
+    config.paths.make()
+
+    async def run() -> None:
+        await Supervisor(config, model_dir, model_name).run()
+
+    asyncio.run(run())

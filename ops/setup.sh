@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Makes or completes the environment: ops/setup.sh VENV. Safe to run again after an interruption: every step is repeated until it held.
+# torch is installed first and pinned: with no torch there, somebody's dependency on a plain `torch` may fetch gigabytes of CUDA.
+set -euo pipefail
+venv=${1:-.venv}
+say() { printf '\n\033[1m[setup %s]\033[0m %s\n' "$1" "$2"; }
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (sys.version_info >= (3, 11)))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "setup: no Python 3.11 or newer found; install one, or name it: make setup PYTHON=/path/to/python3" >&2
+    return 1
+}
+
+if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+    python=$(find_python)
+    say 1/3 "environment in $venv, $("$python" --version)"
+    if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+        echo "setup: $python cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
+    "$python" -m venv --clear "$venv"
+else
+    say 1/3 "environment in $venv is there, $("$venv/bin/python" --version)"
+fi
+
+torch=$(grep -E '^torch==' constraints.txt)
+say 2/3 "$torch (the largest part; a minute or so)"
+"$venv/bin/python" -m pip install --constraint constraints.txt "$torch" 'setuptools>=77'
+
+say 3/3 "the other dependencies, and concordia itself"
+"$venv/bin/python" -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+if ! "$venv/bin/python" -c 'import torch, transformers, lmdb, gateway, tiers, engine, ops' >/dev/null; then
+    echo "setup: the environment is damaged, perhaps by an interrupted installation: rm -rf $venv, then make setup" >&2
+    exit 1
+fi
+say done "$venv is ready: $venv/bin/concordia --help"

@@ -1,0 +1,84 @@
+"""What commands print for people: rich tables, a progress line, the welcome of `serve`. Pure output; runs in the command's process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.status import Status
+from rich.syntax import Syntax
+from rich.table import Table
+
+from ops.config import Config
+
+# Into a file or a pipe nothing is folded at 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 200)
+errors = Console(stderr=True)
+
+
+class Progress:
+    """One changing line on a terminal; on anything else a plain line whenever the text changes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._status = Status(text, console=errors) if errors.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Replace the line."""
+        if text == self._text:
+            return
+        self._text = text
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """A plain table; None is shown as a dash."""
+    shown = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*("-" if cell is None else str(cell) for cell in row))
+    return shown
+
+
+def print_welcome(url: str, config: Config, *, seconds: float) -> None:
+    """What to try, once the gateway can serve."""
+    key = ' \\\n  -H "Authorization: Bearer $CONCORDIA_API_KEY"' if config.gateway.api_key else ""
+    model = config.model if "/" not in config.model and not config.model.endswith(".gguf") else "default"
+    curl = (
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"""  -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'"""
+    )
+    api_key = 'os.environ["CONCORDIA_API_KEY"]' if config.gateway.api_key else '"-"'
+    python = (
+        f'client = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
+        f'for part in client.chat.completions.create(model="{model}", stream=True, messages=[{{"role": "user", "content": "Hello"}}]):\n'
+        '    print(part.choices[0].delta.content or "", end="", flush=True)'
+    )
+    if not console.is_terminal:
+        print(f"concordia serves at {url} (after {seconds:.1f} s)\n\n{curl}\n\n{python}\n", flush=True)
+        return
+    console.print(Panel.fit(f"[bold]concordia[/] serves at [bold]{url}[/]  (after {seconds:.1f} s; Ctrl-C ends it)"))
+    console.print("Try:\n")
+    console.print(Syntax(curl, "bash", background_color="default", word_wrap=True))
+    console.print("\nor, with the openai client:\n")
+    console.print(Syntax(python, "python", background_color="default", word_wrap=True))
+    console.print(f"\nKill an engine while it answers:  kill -9 $(jq .pid {config.paths.pid_file('e0')})\n")

@@ -1,0 +1,306 @@
+"""The step loop over the real tiny model: whatever a prefix came from, the tokens are those of the uninterrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import messages as m
+from tests.engine.driver import EngineDriver, random_tokens, submit
+
+Start = Callable[..., EngineDriver]
+HOT = m.Sampling(temperature=0.8, seed=1234)
+GREEDY = m.Sampling(temperature=0)
+
+
+def reference(start_engine: Start, prompt: list[int], answer: int, sampling: m.Sampling) -> list[int]:
+    """What an engine makes that nothing happens to."""
+    engine = start_engine(f"reference{len(prompt)}")
+    engine.handle(submit("reference", prompt, answer, sampling=sampling, namespace="reference"))
+    engine.run()
+    return engine.tokens("reference")
+
+
+def test_greedy_tokens_are_those_of_transformers(start_engine: Start, tiny_dir) -> None:
+    prompt = random_tokens(1, 300)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 32))
+    engine.run()
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, eos_token_id=None
+    )
+    assert engine.tokens("s") == made[0, len(prompt) :].tolist()
+    assert engine.outputs("s")[-1].finish == "length"
+    assert engine.started("s").verdict == "new"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drained", [False, True], ids=["lane", "disk"])
+def test_a_stream_killed_at_any_token_goes_on_with_the_same_tokens(
+    start_engine: Start, keeper, sampling: m.Sampling, drained: bool
+) -> None:
+    prompt, answer = random_tokens(2, 290), 12
+    whole = reference(start_engine, prompt, answer, sampling)
+    spare = start_engine("spare")
+    for killed_at in range(1, answer):
+        serving = start_engine(f"killed{killed_at}")
+        stream, namespace = f"s{killed_at}", f"tenant{killed_at}"
+        serving.handle(submit(stream, prompt, answer, sampling=sampling, namespace=namespace))
+        serving.run_until_token(stream, killed_at)
+        serving.close()
+        if drained:
+            keeper()
+        delivered = serving.tokens(stream)
+        spare.handle(
+            submit(
+                stream, prompt + delivered, answer, epoch=2, prompt_count=len(prompt), prefill_start=0,
+                sampling=sampling, namespace=namespace,
+            )
+        )  # fmt: skip
+        spare.run()
+        started = spare.started(stream)
+        assert delivered + spare.tokens(stream) == whole, f"killed at token {killed_at}"
+        assert started.verdict == "restored"
+        assert started.recomputed == 1
+        assert set(started.reused) == {"disk" if drained else "lane"}
+
+
+@pytest.mark.parametrize("chunks_done", [1, 2])
+def test_a_prefill_that_was_interrupted_goes_on_from_its_last_chunk(start_engine: Start, chunks_done: int) -> None:
+    prompt = random_tokens(3, 700)
+    whole = reference(start_engine, prompt, 8, HOT)
+    serving, spare = start_engine(), start_engine("spare")
+    serving.handle(submit("s", prompt, 8, sampling=HOT))
+    for _ in range(chunks_done):
+        serving.step()
+    spare.handle(submit("s", prompt, 8, epoch=2, prefill_start=0, sampling=HOT))
+    spare.run()
+    assert spare.tokens("s") == whole
+    assert spare.started("s").reused == {"lane": 256 * chunks_done}
+
+
+def test_a_tail_that_was_never_captured_is_forced(start_engine: Start, keeper) -> None:
+    prompt = random_tokens(4, 100)
+    whole = reference(start_engine, prompt, 20, HOT)
+    serving, spare = start_engine(), start_engine("spare")
+    serving.handle(submit("s", prompt, 20, sampling=HOT))
+    serving.run_until_token("s", 1)
+    serving.engine.capture = None
+    serving.run_until_token("s", 15)
+    spare.handle(submit("s", prompt + whole[:15], 20, epoch=2, prompt_count=100, prefill_start=0, sampling=HOT))
+    spare.run()
+    assert spare.tokens("s") == whole[15:]
+    assert spare.started("s").recomputed == 15
+    assert spare.engine.counters.forced_tokens >= 14
+
+
+def test_the_next_turn_computes_only_its_new_tokens(start_engine: Start, keeper) -> None:
+    prompt = random_tokens(5, 150)
+    first = start_engine()
+    first.handle(submit("a", prompt, 10))
+    first.run()
+    turn = prompt + first.tokens("a") + random_tokens(6, 20)
+    first.handle(submit("b", turn, 10))
+    first.run()
+    assert first.started("b").verdict == "resident"
+    assert first.started("b").reused == {"device": 160}
+    first.close()
+    keeper()
+    second = start_engine("second")
+    second.handle(submit("c", turn, 10))
+    second.run()
+    assert second.tokens("c") == first.tokens("b")
+    assert sum(second.started("c").reused.values()) >= 160
+
+
+def test_reuse_ends_where_the_prompt_differs(start_engine: Start, keeper) -> None:
+    prompt = random_tokens(7, 900)
+    first = start_engine()
+    first.handle(submit("a", prompt, 4))
+    first.run()
+    first.close()
+    keeper()
+    edited = prompt[:203] + random_tokens(8, 700)
+    second = start_engine("second")
+    second.handle(submit("b", edited, 12))
+    second.run()
+    assert second.started("b").reused == {"disk": 203}
+    assert second.tokens("b") == reference(start_engine, edited, 12, GREEDY)
+
+
+def test_two_sessions_share_a_prefix_on_the_device(start_engine: Start) -> None:
+    system = random_tokens(9, 600)
+    engine = start_engine()
+    engine.handle(submit("a", system + random_tokens(10, 30), 6, session="a"))
+    engine.run()
+    engine.handle(submit("b", system + random_tokens(11, 30), 6, session="b"))
+    engine.run()
+    assert engine.started("b").reused == {"device": 600}
+    assert engine.started("b").recomputed == 30
+    assert engine.tokens("b") == reference(start_engine, system + random_tokens(11, 30), 6, GREEDY)
+
+
+def test_another_tenant_reuses_nothing(start_engine: Start) -> None:
+    prompt = random_tokens(12, 200)
+    engine = start_engine()
+    engine.handle(submit("a", prompt, 4, namespace="one"))
+    engine.run()
+    engine.handle(submit("b", prompt, 4, namespace="two"))
+    engine.run()
+    assert engine.started("b").verdict == "new"
+
+
+def test_a_full_lane_stops_nothing_and_is_caught_up(start_engine: Start, keeper) -> None:
+    prompt = random_tokens(13, 1200)
+    whole = reference(start_engine, prompt, 40, HOT)
+    serving = start_engine("small", lane_bytes=1 << 20)
+    serving.handle(submit("s", prompt, 40, sampling=HOT))
+    serving.run()
+    assert serving.tokens("s") == whole
+    assert serving.engine.stats().lane_full > 0
+    assert serving.engine.stats().capture_lag_tokens > 0
+    for _ in range(6):
+        keeper()
+        serving.step()
+    assert serving.engine.stats().capture_lag_tokens == 0
+    keeper()
+    second = start_engine("second")
+    second.handle(submit("t", prompt + whole + [5], 4))
+    second.run()
+    assert second.started("t").reused == {"disk": 1240}
+
+
+def test_streams_that_end_beside_others_leave_them_alone(start_engine: Start) -> None:
+    prompts = {f"s{i}": random_tokens(20 + i, 60 + i) for i in range(4)}
+    engine = start_engine()
+    engine.handle(*(submit(name, tokens, 24) for name, tokens in prompts.items()))
+    engine.run_until_token("s0", 6)
+    engine.handle(m.Cancel("s1", 1), m.Cancel("s2", 1, keep_position=len(prompts["s2"]) + 4))
+    engine.run()
+    for name in ("s0", "s3"):
+        alone = reference(start_engine, prompts[name], 24, GREEDY)
+        assert engine.tokens(name) == alone
+    assert len(engine.tokens("s1")) < 10
+    assert engine.engine.stats().slots_in_use == 0
+
+
+def test_a_stop_string_cuts_the_state_where_the_truth_ends(start_engine: Start) -> None:
+    prompt = random_tokens(30, 64)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 24))
+    engine.run_until_token("s", 9)
+    engine.handle(m.Cancel("s", 1, keep_position=64 + 5))
+    engine.run()
+    kept = engine.tokens("s")[:5]
+    engine.handle(submit("t", prompt + kept + random_tokens(31, 6), 8))
+    engine.run()
+    assert engine.started("t").reused == {"device": 69}
+    assert engine.tokens("t") == reference(start_engine, prompt + kept + random_tokens(31, 6), 8, GREEDY)
+
+
+def test_a_stop_token_ends_the_stream(start_engine: Start) -> None:
+    prompt = random_tokens(32, 40)
+    whole = reference(start_engine, prompt, 12, GREEDY)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 12, stop_tokens=[whole[3]]))
+    engine.run()
+    ended = engine.outputs("s")
+    assert [o.token for o in ended] == whole[: whole.index(whole[3]) + 1]
+    assert ended[-1].finish == "stop"
+
+
+def test_a_gateway_that_attaches_is_told_everything(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", random_tokens(33, 30), 8))
+    engine.run_until_token("s", 3)
+    engine.sent.clear()
+    engine.handle(m.Attach("second"))
+    hello = next(x for x in engine.sent if isinstance(x, m.Hello))
+    assert [(s.stream, s.epoch, s.prompt_count) for s in hello.streams] == [("s", 1, 30)]
+    assert engine.started("s").recomputed == 30
+    assert [o.position for o in engine.outputs("s")] == [30, 31, 32]
+
+
+def test_a_parked_session_leaves_the_device_and_comes_back(start_engine: Start, keeper) -> None:
+    prompt = random_tokens(34, 100)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 8, session="chat"))
+    engine.run()
+    engine.handle(m.Park(1, "chat"))
+    assert engine.sent[-1] == m.Parked(1, 1, 108)
+    assert engine.engine.stats().resident_tokens == 0
+    keeper()
+    engine.handle(submit("t", prompt + engine.tokens("s") + [7], 4, session="chat"))
+    engine.run()
+    assert engine.started("t").reused == {"disk": 108}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code"), [([], "bad_token"), ([5] * 2048, "too_long"), ([5, 512], "bad_token"), ([-1], "bad_token")]
+)
+def test_what_does_not_fit_is_refused(start_engine: Start, tokens: list[int], code: str) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", tokens))
+    assert engine.sent[-1].code == code
+
+
+def test_a_resubmission_with_a_new_epoch_replaces_the_old_one(start_engine: Start) -> None:
+    prompt = random_tokens(35, 40)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 12))
+    engine.run_until_token("s", 4)
+    delivered = engine.tokens("s")
+    engine.handle(submit("s", prompt + delivered, 12, epoch=2, prompt_count=40, prefill_start=0))
+    engine.run()
+    assert [o.epoch for o in engine.outputs("s")] == [1] * 4 + [2] * 8
+    assert engine.tokens("s") == reference(start_engine, prompt, 12, GREEDY)
+
+
+def test_logprobs_come_with_each_token(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", random_tokens(36, 20), 4, sampling=m.Sampling(temperature=0, logprobs=2)))
+    engine.run()
+    for output in engine.outputs("s"):
+        assert output.logprobs and output.logprobs.top[0][0] == output.token
+        assert output.logprobs.chosen == pytest.approx(output.logprobs.top[0][1], abs=1e-6)
+
+
+def test_a_recovery_prefers_the_dead_engines_rows_to_the_same_prefix_on_the_device(start_engine: Start) -> None:
+    prompt = random_tokens(37, 120)
+    serving, spare = start_engine(), start_engine("spare")
+    spare.handle(submit("other", prompt[:100], 2))
+    spare.run()
+    serving.handle(submit("s", prompt, 12, sampling=HOT))
+    serving.run_until_token("s", 5)
+    delivered = serving.tokens("s")
+    spare.handle(submit("s", prompt + delivered, 12, epoch=2, prompt_count=120, prefill_start=0, sampling=HOT))
+    spare.run()
+    assert spare.started("s").reused == {"lane": 124}
+    assert delivered + spare.tokens("s") == reference(start_engine, prompt, 12, HOT)
+
+
+def test_a_session_parked_before_its_last_token_is_fed_leaves_the_device(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", random_tokens(38, 40), 6, session="chat"))
+    engine.run_until_token("s", 6)
+    assert engine.engine.active, "the last token is still to be fed"
+    engine.handle(m.Park(1, "chat"))
+    assert engine.sent[-1] == m.Parked(1, 1, 46)
+    assert engine.engine.stats().resident_tokens == 0
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(start_engine: Start) -> None:
+    prompt = random_tokens(39, 80)
+    want = m.Sampling(temperature=0.9, seed=3, logprobs=0)
+    alone, beside = start_engine("alone"), start_engine("beside")
+    alone.handle(submit("s", prompt, 20, sampling=want, namespace="alone"))
+    alone.run()
+    others = [submit(f"o{i}", random_tokens(40 + i, 30 + 9 * i), 6 * (i + 1), namespace="beside") for i in range(3)]
+    beside.handle(*others, submit("s", prompt, 20, sampling=want, namespace="beside"))
+    beside.run()
+    assert [(o.token, o.logprobs) for o in beside.outputs("s")] == [(o.token, o.logprobs) for o in alone.outputs("s")]

@@ -1,0 +1,82 @@
+"""The page tells of life and death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.status_page import StatusPage, start_ticks
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from engine.status_page import StatusPage
+page = StatusPage.create(Path(sys.argv[1]), 7)
+page.set_state("ready")
+page.count_step()
+print("up", flush=True)
+while True:
+    page.beat()
+    time.sleep(0.005)
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path):
+    path = tmp_path / "e0.status"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout and child.stdout.readline() == "up\n"
+    yield child, path
+    child.kill()
+    child.wait()
+
+
+def test_the_page_names_its_process(engine) -> None:
+    child, path = engine
+    page = StatusPage.open(path)
+    assert (page.pid, page.incarnation, page.state, page.step_count) == (child.pid, 7, "ready", 1)
+    assert page.start_ticks == start_ticks(child.pid) != 0
+
+
+def test_a_living_engine_is_not_reported_dead(engine) -> None:
+    assert StatusPage.open(engine[1]).wait_for_death(0.05) is False
+
+
+def test_every_watcher_is_told_of_a_death(engine) -> None:
+    child, path = engine
+    told: list[bool] = []
+    pages = [StatusPage.open(path) for _ in range(3)]
+    threads = [threading.Thread(target=lambda p=page: told.append(p.wait_for_death(20.0))) for page in pages]
+    for thread in threads:
+        thread.start()
+    os.kill(child.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(20.0)
+    assert told == [True, True, True]
+    assert StatusPage.open(path).wait_for_death(0.0) is True
+
+
+def test_a_stopped_engine_no_longer_beats(engine) -> None:
+    child, path = engine
+    page = StatusPage.open(path)
+    os.kill(child.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while page.beat_age_ms() < 100 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert page.beat_age_ms() >= 100
+    assert page.wait_for_death(0.0) is False
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"no page")
+    with pytest.raises(ValueError, match="not a status page"):
+        StatusPage.open(tmp_path / "x")
+    with pytest.raises(FileNotFoundError):
+        StatusPage.open(tmp_path / "none")

@@ -1,0 +1,266 @@
+"""Fakes for faults of the other side: an engine and a host agent that speak the messages, in the test's own loop.
+
+The fake's tokens are a function of (seed, position), as the real sampler's are, so a stream that moves must not change.
+It can die (`kill`: the socket closes and the host says so), hang, fall silent in mid-frame, or hold its tokens back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import xxhash
+
+from engine import messages as m
+from engine.wire import TO_ENGINE, TO_HOST, FrameBuffer, encode
+
+VOCAB_COUNT = 260
+CONTEXT_TOKENS = 512
+ROOT = "00" * 16
+
+
+def token_at(seed: int, position: int) -> int:
+    """The token that any engine draws there: never below 5 (special tokens of the test tokenizer)."""
+    return 5 + xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode()) % (VOCAB_COUNT - 5)
+
+
+class FakeSequence:
+    """One submission."""
+
+    def __init__(self, submit: m.Submit) -> None:
+        self.submit = submit
+        self.tokens = m.unpack_tokens(submit.tokens)
+        self.finish = ""
+        self.outputs: list[m.Output] = []
+        self.started: m.Started | None = None
+
+    def draw(self) -> m.Output:
+        submit, position = self.submit, len(self.tokens)
+        token = token_at(submit.sampling.seed, position)
+        self.tokens.append(token)
+        if token in submit.stop_tokens:
+            self.finish = "stop"
+        elif position + 1 >= submit.max_position:
+            self.finish = "length"
+        top = [(token, -0.5), (token - 1, -1.5), (token - 2, -2.5)][: max(0, submit.sampling.logprobs)]
+        logprobs = m.TokenLogprobs(-0.5, top) if submit.sampling.logprobs >= 0 else None
+        output = m.Output(submit.stream, submit.epoch, position, token, self.finish, logprobs)
+        self.outputs.append(output)
+        return output
+
+
+class FakeEngine:
+    """One incarnation. `budget` bounds how many steps it makes; None is no bound."""
+
+    def __init__(self, name: str, incarnation: int, directory: Path, *, step_s: float = 0.0) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.path = directory / f"{name}-{incarnation}.sock"
+        self.step_s = step_s
+        self.budget: int | None = None
+        self.kill_at: int | None = None  # position: dies when it has sent the token there
+        self.refuse: m.Refused | None = None
+        self.sequences: dict[str, FakeSequence] = {}
+        self.submits: list[m.Submit] = []
+        self.cancels: list[m.Cancel] = []
+        self.parks: list[m.Park] = []
+        self.dead = False
+        self.host: FakeHost | None = None
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> FakeEngine:
+        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def kill(self, reason: str = "killed", *, tell: bool = True) -> None:
+        """Nothing more is sent; the host agent says that it is dead."""
+        self.dead = True
+        if self._writer is not None:
+            self._writer.transport.abort()
+        if self._server is not None:
+            self._server.close()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        if self.host is not None and tell:
+            self.host.down(self, reason)
+
+    def allow(self, steps: int | None) -> None:
+        """Let it make so many more steps."""
+        self.budget = steps
+        self._work.set()
+
+    def send(self, message: m.Message) -> None:
+        if self._writer is not None and not self.dead:
+            self._writer.write(encode(message))
+
+    # ------------------------------------------------------------ messages
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames = FrameBuffer(TO_ENGINE)
+        try:
+            while data := await reader.read(65536):
+                for message in frames.feed(data):
+                    self._take(message, writer)
+        except ConnectionError:
+            pass
+        finally:
+            if self._writer is writer:
+                self._writer = None
+            writer.close()
+
+    def _take(self, message: m.ToEngine, writer: asyncio.StreamWriter) -> None:
+        match message:
+            case m.Attach():
+                if self._writer is not None:
+                    self._writer.transport.abort()
+                self._writer = writer
+                self._hello()
+            case m.Submit():
+                self.submits.append(message)
+                if self.refuse is not None:
+                    self.send(m.Refused(message.stream, message.epoch, self.refuse.code, self.refuse.message))
+                    return
+                self.sequences[message.stream] = FakeSequence(message)
+                self._work.set()
+            case m.Cancel():
+                self.cancels.append(message)
+                sequence = self.sequences.get(message.stream)
+                if sequence is not None and sequence.submit.epoch == message.epoch:
+                    del self.sequences[message.stream]
+            case m.Park():
+                self.parks.append(message)
+                self.send(m.Parked(message.request, 1, 42))
+
+    def _hello(self) -> None:
+        live = [
+            m.LiveStream(s.submit.stream, s.submit.epoch, m.pack_tokens(s.tokens), s.submit.prompt_count, s.finish)
+            for s in self.sequences.values()
+        ]
+        self.send(
+            m.Hello(
+                self.name,
+                self.incarnation,
+                os.getpid(),
+                ROOT,
+                "tiny",
+                "cpu",
+                "float32",
+                CONTEXT_TOKENS,
+                VOCAB_COUNT,
+                8,
+                live,
+            )
+        )
+        for sequence in self.sequences.values():
+            if sequence.started:
+                self.send(sequence.started)
+                self.send(m.Step(sequence.outputs))
+
+    # ------------------------------------------------------------ steps
+
+    async def _run(self) -> None:
+        while not self.dead:
+            self._work.clear()
+            active = [s for s in self.sequences.values() if not s.finish]
+            if not active or self.budget == 0:
+                await self._work.wait()
+                continue
+            if self.budget is not None:
+                self.budget -= 1
+            await self._step(active)
+            await asyncio.sleep(self.step_s)
+
+    async def _step(self, active: list[FakeSequence]) -> None:
+        outputs = []
+        for sequence in active:
+            if sequence.started is None:
+                self._start(sequence)
+            outputs.append(sequence.draw())
+        self.send(m.Step(outputs))
+        captured = [(s.submit.stream, s.submit.epoch, len(s.tokens) - 1) for s in active]
+        self.send(m.Captured(captured))
+        if self.kill_at is not None and any(output.position >= self.kill_at for output in outputs):
+            if self._writer is not None:
+                await self._writer.drain()
+            await asyncio.sleep(0.001)
+            await self.kill()
+
+    def _start(self, sequence: FakeSequence) -> None:
+        submit = sequence.submit
+        known = len(sequence.tokens) - 1
+        reused = {"device": 0, "lane": known // 2, "disk": 0}
+        sequence.started = m.Started(
+            submit.stream, submit.epoch, "restored", "", reused, known + 1 - known // 2, 0, 0.1, 0.2
+        )
+        self.send(sequence.started)
+        if len(sequence.tokens) > submit.prompt_count:
+            self.send(m.Forced(submit.stream, submit.epoch, len(sequence.tokens) - submit.prompt_count, 0.3))
+
+
+class FakeHost:
+    """A host agent that says what the test tells it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engines: dict[str, FakeEngine] = {}
+        self.suspects: list[m.Suspect] = []
+        self.confirm_suspects = True
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> FakeHost:
+        self.path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        self._writers.clear()
+
+    def up(self, engine: FakeEngine) -> None:
+        engine.host = self
+        self.engines[engine.name] = engine
+        self._tell(self._up_message(engine))
+
+    def down(self, engine: FakeEngine, reason: str) -> None:
+        if self.engines.get(engine.name) is engine:
+            del self.engines[engine.name]
+        self._tell(m.EngineDown(engine.name, engine.incarnation, reason, 0.0, 0.1))
+
+    def _up_message(self, engine: FakeEngine) -> m.EngineUp:
+        return m.EngineUp(engine.name, engine.incarnation, os.getpid(), str(engine.path))
+
+    def _tell(self, message: m.Message) -> None:
+        for writer in self._writers:
+            writer.write(encode(message))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames = FrameBuffer(TO_HOST)
+        try:
+            while data := await reader.read(65536):
+                for message in frames.feed(data):
+                    if isinstance(message, m.Subscribe):
+                        self._writers.add(writer)
+                        for engine in self.engines.values():
+                            writer.write(encode(self._up_message(engine)))
+                    else:
+                        self._suspected(message, writer)
+        except ConnectionError:
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    def _suspected(self, message: m.Suspect, writer: asyncio.StreamWriter) -> None:
+        self.suspects.append(message)
+        engine = self.engines.get(message.engine)
+        if self.confirm_suspects and (engine is None or engine.incarnation > message.incarnation or engine.dead):
+            writer.write(encode(m.EngineDown(message.engine, message.incarnation, "killed", 0.0, 0.2)))

@@ -1,0 +1,238 @@
+"""Endpoints around the answers: errors over HTTP, models, health, metrics, key, queue, sessions, admin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.app import Refused, check_listen
+from gateway.config import GatewayConfig, is_loopback
+from tests.gateway.conftest import MODEL, World, chat
+from tests.gateway.fake_engine import CONTEXT_TOKENS
+
+
+async def test_errors_over_http_have_one_shape(world: World) -> None:
+    body = chat(stream=False)
+    cases = [
+        (404, "model_not_found", {**body, "model": "gpt-9"}),
+        (400, "invalid_json", b'{"model": '),
+        (400, "invalid_json", b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
+        (400, "invalid_type", {**body, "temperature": "x"}),
+        (400, "invalid_value", {**body, "messages": [{"role": "wizard", "content": "x"}]}),
+        (400, "context_length_exceeded", {**body, "messages": [{"role": "user", "content": "x" * 600}]}),
+        (413, "body_too_large", b"x" * ((8 << 20) + 1)),
+    ]
+    for status, code, sent in cases:
+        got, _, answer = await world.post("/v1/chat/completions", sent)
+        assert (got, answer["error"]["code"]) == (status, code)
+    for method, path, status in [("GET", "/v2", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/streams/zz", 404)]:
+        async with world.http.request(method, path) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"]
+
+
+async def test_body_that_is_not_what_its_encoding_says_is_the_clients_error(world: World) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with world.http.post("/v1/completions", data=b"zzz", headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_a_long_prompt_is_admitted_beside_the_event_loop(world: World) -> None:
+    body = chat(stream=False)
+    got, _, answer = await world.post(
+        "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "word " * 40_000}]}
+    )
+    assert (got, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_body_without_a_length_is_bounded_too(world: World) -> None:
+    async def pieces():  # type: ignore[no-untyped-def]
+        for _ in range(9):
+            yield b" " * (1 << 20)
+
+    async with world.http.post("/v1/completions", data=pieces()) as response:
+        assert response.status == 413
+        assert "8388608" in (await response.json())["error"]["message"]
+
+
+async def test_too_long_prompt_says_how_long_and_how_much_fits(world: World) -> None:
+    body = {"model": MODEL, "prompt": [5] * (CONTEXT_TOKENS + 3)}
+    _, _, answer = await world.post("/v1/completions", body)
+    message = answer["error"]["message"]
+    assert f"has {CONTEXT_TOKENS + 3} tokens" in message
+    assert f"at most {CONTEXT_TOKENS - 1}" in message
+    assert answer["error"]["param"] == "prompt"
+    _, _, answer = await world.post("/v1/completions", {**body, "prompt": [5, 999]})
+    assert "prompt[1]: token 999 is outside the vocabulary of 260" in answer["error"]["message"]
+
+
+async def test_answer_ends_at_the_context(world: World) -> None:
+    _, _, answer = await world.post("/v1/completions", {"model": MODEL, "prompt": [5] * 500, "max_tokens": 100})
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == CONTEXT_TOKENS
+
+
+async def test_model_without_a_tokenizer_is_driven_by_token_ids(make_world, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "config.json").write_text('{"vocab_size": 260, "eos_token_id": [1, 2]}')
+    world = await make_world(model=tmp_path)
+    engine = await world.engine("e0")
+    _, _, answer = await world.post("/v1/completions", {"model": MODEL, "prompt": "5 6", "max_tokens": 4, "seed": 1})
+    text = answer["choices"][0]["text"]
+    assert [int(word) for word in text.split()] == world.engines[0].sequences.popitem()[1].tokens[2:]
+    assert engine.submits[0].stop_tokens == [1, 2]
+    status, _, answer = await world.post("/v1/chat/completions", chat())
+    assert (status, answer["error"]["code"]) == (400, "no_chat_template")
+    _, _, answer = await world.post("/v1/completions", {"model": MODEL, "prompt": "hello"})
+    assert "token ids separated by spaces" in answer["error"]["message"]
+
+
+async def test_models_health_and_metrics(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    async with world.http.get("/health") as response:
+        assert response.status == 503
+        assert (await response.json())["status"] == "no engine can serve yet"
+    await world.engine("e0")
+    health = await world.get("/health")
+    assert (health["status"], health["engines_ready"]) == ("ok", ["e0"])
+    models = await world.get("/v1/models")
+    assert models["data"][0]["id"] == MODEL
+    assert (await world.get(f"/v1/models/{MODEL}"))["id"] == MODEL
+    await world.post("/v1/chat/completions", chat(stream=False))
+    async with world.http.get("/metrics") as response:
+        text = await response.text()
+    for name in ("concordia_delivered_tokens_total", "concordia_engine_up", "concordia_first_token_seconds_bucket"):
+        assert name in text
+
+
+async def test_every_metric_is_documented(world: World) -> None:
+    async with world.http.get("/metrics") as response:
+        names = [line.split()[2] for line in (await response.text()).splitlines() if line.startswith("# TYPE")]
+    documented = Path(__file__).parents[2].joinpath("docs/metrics.md").read_text()
+    missing = [n for n in names if n not in documented and not n.endswith("_created") and "_engine_" not in n]
+    assert not missing
+
+
+async def test_full_queue_is_429_with_retry_after(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(max_waiting=2)
+    engine = await world.engine("e0", budget=0)
+    waiting = [asyncio.create_task(world.post("/v1/chat/completions", chat(stream=False))) for _ in range(2)]
+
+    async def both() -> bool:
+        return len(engine.submits) == 2
+
+    await world.until(both)
+    status, headers, answer = await world.post("/v1/chat/completions", chat())
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert int(headers["Retry-After"]) >= 1
+    engine.allow(None)
+    assert [(await task)[0] for task in waiting] == [200, 200]
+
+
+async def test_key_is_asked_of_every_request(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(api_key="s3cret")
+    for path in ("/health", "/metrics", "/v1/models", "/admin/engines", "/v1/nothing"):
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            async with world.http.get(path, headers=header) as response:
+                assert response.status == 401, path
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+    assert (await world.get("/v1/models", headers={"Authorization": "Bearer s3cret"}))["data"]
+
+
+def test_address_beyond_loopback_needs_a_key(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    text = json.dumps(
+        {"data_dir": "d", "lane_dir": "l", "model_dir": "m", "model_name": "x", "gateway": {"host": "0.0.0.0"}}
+    )
+    config = GatewayConfig.from_json(text)
+    with pytest.raises(Refused, match="API key"):
+        check_listen(config)
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")] == [True] * 3 + [
+        False
+    ] * 2
+
+
+# ---------------------------------------------------------------- sessions
+
+
+async def test_session_is_listed_with_its_positions(world: World) -> None:
+    for _ in range(2):
+        _, headers, _ = await world.post("/v1/chat/completions", chat(stream=False), headers={"X-Session-Id": "chat-1"})
+        assert headers["X-Session-Id"] == "chat-1"
+    (row,) = (await world.get("/v1/sessions"))["data"]
+    assert (row["id"], row["turns"], row["state"], row["engines"]) == ("chat-1", 2, "resident", ["e0"])
+    assert row["tokens"] == len("<user>Hello\n<assistant>") + 12
+    assert row["captured"] == row["tokens"] - 1
+    assert len((await world.get("/admin/sessions"))["data"][0]["streams"]) == 2
+    engines = await world.get("/admin/engines")
+    assert engines["data"][0]["sessions"] == ["chat-1"]
+
+
+async def test_park_frees_the_device_and_waits_for_the_disk(world: World) -> None:
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="p"))
+    status, _, answer = await world.post("/v1/sessions/p/park", {})
+    assert (status, answer["error"]["code"]) == (503, "keeper_unavailable")
+    asked = await fake_keeper(world)
+    status, _, answer = await world.post("/v1/sessions/p/park", {})
+    assert (status, answer["state"], answer["slots_freed"], answer["durable"]) == (200, "parked", 1, 42)
+    assert asked == [{"op": "drain", "sync": True}]
+    assert [park.session for park in world.engines[0].parks] == ["p", "p"]
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="p"))
+    assert (await world.get("/v1/sessions/p"))["state"] == "resident"
+
+
+async def test_session_that_answers_is_not_parked(world: World) -> None:
+    world.engines[0].allow(2)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(session_id="p")))
+
+    async def live() -> bool:
+        rows = (await world.get("/v1/sessions"))["data"]
+        return bool(rows) and rows[0]["state"] == "live"
+
+    await world.until(live)
+    status, _, answer = await world.post("/v1/sessions/p/park", {})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    world.engines[0].allow(None)
+    await task
+
+
+async def test_deleted_session_leaves_nothing(world: World) -> None:
+    asked = await fake_keeper(world)
+    _, headers, _ = await world.post("/v1/chat/completions", chat(stream=False, session_id="d"))
+    async with world.http.delete("/v1/sessions/d") as response:
+        assert (await response.json())["forgotten"] is True
+    forget = asked[-1]
+    assert (forget["op"], forget["namespace"], forget["session"]) == ("forget", "default", "d")
+    assert len(forget["tokens"]) == len("<user>Hello\n<assistant>") + 12
+    for path in ("/v1/sessions/d", f"/v1/streams/{headers['X-Stream-Id']}"):
+        async with world.http.get(path) as response:
+            assert response.status == 404
+    assert list(world.config.paths.journal_dir.iterdir()) == []
+    await world.kill_gateway()
+    await world.start_gateway()
+    assert (await world.get("/v1/sessions"))["data"] == []
+
+
+async def test_sessions_outlive_the_gateway(world: World) -> None:
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s"))
+    before = await world.get("/v1/sessions/s")
+    await world.kill_gateway()
+    await world.start_gateway()
+    after = await world.get("/v1/sessions/s")
+    assert [after[k] for k in ("turns", "tokens", "created", "streams")] == [
+        before[k] for k in ("turns", "tokens", "created", "streams")
+    ]
+
+
+async def fake_keeper(world: World) -> list[dict]:
+    """Says yes, and notes what it was asked."""
+    asked: list[dict] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(json.loads(await reader.readline()))
+        writer.write(json.dumps({"ok": True, "durable": {}, "deleted": {}}).encode() + b"\n")
+        writer.close()
+
+    await asyncio.start_unix_server(serve, str(world.config.paths.keeper_socket))
+    return asked

@@ -1,0 +1,193 @@
+"""Engines die, hang, lose their sockets or send nonsense: clients see one stream without a gap or a repeat."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine import messages as m
+from gateway.failover import Recovering, loss_of
+from tests.gateway.conftest import World, chat
+from tests.gateway.fake_engine import FakeEngine
+
+PROMPT_COUNT = len("<user>Hello\n<assistant>")
+
+
+async def pair(make_world, **options) -> tuple[World, FakeEngine, FakeEngine]:  # type: ignore[no-untyped-def]
+    world = await make_world(**options)
+    return world, await world.engine("e0"), await world.engine("e1")
+
+
+async def test_killed_at_every_token_of_an_answer(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, engine, spare = await pair(make_world)
+    body = chat(stream_options={"include_usage": True})
+    want = await world.events("POST", "/v1/chat/completions", body)
+    for k in range(11):
+        engine.kill_at = PROMPT_COUNT + k
+        got = await world.events("POST", "/v1/chat/completions", body)
+        assert got.ids == want.ids
+        assert got.text == want.text, f"killed after token {k + 1}"
+        assert got.finish_reason == want.finish_reason
+        assert got.chunks[-1]["usage"] == want.chunks[-1]["usage"]
+        (recovery,) = got.concordia["recoveries"]
+        assert (recovery["engine"], recovery["to_engine"], recovery["reason"]) == (engine.name, spare.name, "killed")
+        parts = ("detect_ms", "fence_ms", "wait_ms", "restore_ms", "force_ms", "next_token_ms")
+        assert recovery["gap_ms"] == pytest.approx(sum(recovery[part] for part in parts), abs=0.02)
+        assert [c.split()[1] for c in got.comments] == ["recovery", "recovered"]
+        submit = spare.submits[-1]
+        assert submit.prompt_count == PROMPT_COUNT
+        assert len(m.unpack_tokens(submit.tokens)) == PROMPT_COUNT + k + 1
+        assert submit.prefill_start == 0
+        engine, spare = spare, await world.engine(engine.name, engine.incarnation + 1)
+
+
+async def test_killed_before_the_first_token_and_twice_in_one_answer(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    want = await world.events("POST", "/v1/chat/completions", chat())
+    e0.allow(0)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    await world.until(lambda: submitted(e0, 2))
+    e1.kill_at = PROMPT_COUNT + 4
+    await e0.kill()
+    e0 = await world.engine("e0", 2)
+    got = await task
+    assert got.events[:-2] == [(k, d.replace(want_id(want), want_id(got))) for k, d in renamed(want, got)][:-2]
+    assert [r["engine"] for r in got.concordia["recoveries"]] == ["e0", "e1"]
+    assert got.concordia["recoveries"][0]["position"] == PROMPT_COUNT
+    assert got.text == want.text
+
+
+def want_id(sse) -> str:  # type: ignore[no-untyped-def]
+    return sse.headers["X-Stream-Id"]
+
+
+def renamed(want, got) -> list[tuple[int, str]]:  # type: ignore[no-untyped-def]
+    created = (want.chunks[0]["created"], got.chunks[0]["created"])
+    return [(k, data.replace(f'"created":{created[0]}', f'"created":{created[1]}')) for k, data in want.events]
+
+
+async def submitted(engine: FakeEngine, count: int) -> bool:
+    return len(engine.submits) >= count
+
+
+async def test_no_engine_alive_waits_with_keepalives_until_one_is_back(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world, keepalive_s=0.05)
+    e0.kill_at = PROMPT_COUNT + 3
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    await e1.kill()
+    await world.until(lambda: not_healthy(world))
+    await asyncio.sleep(0.15)
+    await world.engine("e1", 2)
+    got = await task
+    assert got.finish_reason == "length"
+    assert got.ids == list(range(15))
+    assert "keep-alive" in got.comments
+    assert got.concordia["recoveries"][0]["wait_ms"] > 100
+
+
+async def not_healthy(world: World) -> bool:
+    async with world.http.get("/health") as response:
+        return response.status == 503
+
+
+async def test_no_engine_for_too_long_is_a_clear_error(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(engine_wait_s=0.1)
+    status, headers, answer = await world.post("/v1/chat/completions", chat(stream=False))
+    assert status == 503
+    assert answer["error"]["code"] == "no_engine"
+    sse = await world.events("POST", "/v1/chat/completions", chat())
+    assert "no engine could serve for 0.1 s" in sse.errors[0]["message"]
+    assert sse.ids == [0, 1]  # opening chunk, then the error
+
+
+async def test_stored_stream_outlives_the_wait_of_its_client(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(engine_wait_s=0.1)
+    sse = await world.events("POST", "/v1/chat/completions", chat(store=True))
+    assert sse.errors[0]["code"] == "no_engine"
+    assert sse.ids == []
+    await world.engine("e0")
+    got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert got.finish_reason == "length"
+
+
+async def test_lost_link_moves_nothing_until_death_is_certain(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    e0.allow(4)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    await world.until(lambda: submitted(e0, 1))
+    world.host.confirm_suspects = False
+    await asyncio.sleep(0.02)
+    await e0.kill(tell=False)
+    await world.until(lambda: suspected(world))
+    await asyncio.sleep(0.05)
+    assert not e1.submits
+    world.host.down(e0, "hung")
+    got = await task
+    assert got.text
+    assert got.concordia["recoveries"][0]["reason"] == "hung"
+    assert got.concordia["recoveries"][0]["fence_ms"] >= 0
+
+
+async def suspected(world: World) -> bool:
+    return bool(world.host.suspects)
+
+
+async def test_suspicion_is_repeated_to_a_host_agent_that_was_away(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    e0.allow(4)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    await world.until(lambda: submitted(e0, 1))
+    await world.host.stop()
+    await asyncio.sleep(0.02)
+    await e0.kill(tell=False)
+    del world.host.engines["e0"]
+    await world.host.start()
+    got = await task
+    assert got.finish_reason == "length"
+    assert world.host.suspects[0].engine == "e0"
+
+
+async def test_tokens_of_an_old_epoch_or_known_position_are_dropped_and_a_gap_submits_again(world: World) -> None:
+    engine = world.engines[0]
+    engine.allow(4)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    await world.until(lambda: submitted(engine, 1))
+    await asyncio.sleep(0.02)
+    stream, epoch = engine.submits[0].stream, engine.submits[0].epoch
+    engine.send(m.Step([m.Output(stream, epoch - 1, PROMPT_COUNT + 4, 99)]))
+    engine.send(m.Step([m.Output(stream, epoch, PROMPT_COUNT + 1, 99)]))
+    engine.send(m.Step([m.Output(stream, epoch, PROMPT_COUNT + 7, 99)]))
+    await world.until(lambda: submitted(engine, 2))
+    assert engine.submits[1].epoch > epoch
+    engine.allow(None)
+    got = await task
+    want = await world.events("POST", "/v1/chat/completions", chat())
+    assert got.text == want.text
+    assert got.ids == want.ids
+
+
+async def test_spare_stays_idle_and_a_session_stays_where_it_is(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    for number in range(4):
+        await world.post("/v1/chat/completions", chat(stream=False, session_id=f"s-{number}"))
+    assert not e1.submits
+    await e0.kill()
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s-0"))
+    await world.engine("e0", 2)
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s-0"))
+    assert len(e1.submits) == 2
+
+
+def test_parts_of_a_recovery_add_up_to_its_gap() -> None:
+    loss = loss_of("e0", "hung", heard=1.0, link_lost=0.0, told=3.0, detect_ms=1500, fence_ms=100)
+    recovery = Recovering(loss, 7).submit("e1", 3.1).start(5, 3.3).force(2, 150.0).finish(3.6)
+    assert recovery.gap_ms == pytest.approx(2200)  # its last beat was at 1.4
+    assert (recovery.detect_ms, recovery.fence_ms) == (pytest.approx(1500), pytest.approx(100))
+    assert (recovery.wait_ms, recovery.restore_ms) == (pytest.approx(100), pytest.approx(200))
+    assert (recovery.force_ms, recovery.next_token_ms) == (pytest.approx(150), pytest.approx(150))
+
+
+def test_link_that_ended_first_is_when_the_death_was_noticed() -> None:
+    loss = loss_of("e0", "killed", heard=1.0, link_lost=1.25, told=1.5, detect_ms=0.0, fence_ms=0.5)
+    assert (loss.last_heard, loss.noticed, loss.certain) == (1.0, 1.25, 1.5)

@@ -1,0 +1,156 @@
+"""Journals: torn and flipped tails, a disk that refuses, the mark of the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.messages import Sampling, TokenLogprobs, pack_tokens
+from gateway import journal as j
+from gateway.streams import StreamTable, new_stream_id, parse_stream_id
+from gateway.tokenizer import TokenIdText
+
+
+def spec(stream: str = "0" * 24) -> j.StreamSpec:
+    return j.StreamSpec(stream, "text", 1, "tiny", pack_tokens([10, 11]), Sampling(seed=3), [], [1], 20)
+
+
+def records() -> list[j.Record]:
+    return [
+        spec(),
+        j.Placed(1, "e0", 1),
+        j.StartedRecord("new", "", {"device": 1}, 1, 0),
+        j.Tokens(2, pack_tokens([12])),
+        j.Recovery("e0", "killed", 3, "e1", gap_ms=12.5),
+        j.Tokens(3, pack_tokens([13, 14]), "length", [TokenLogprobs(-0.1), TokenLogprobs(-0.2, [(5, -1.0)])]),
+        j.End("length", "length", 2.0),
+    ]
+
+
+def write(path: Path) -> bytes:
+    journal = j.Journal(path)
+    journal.append(*records())
+    journal.close()
+    return path.read_bytes()
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.journal")
+    assert [record for record, _ in j.read_records(data)] == records()
+    assert j.is_closed(tmp_path / "a.journal")
+
+
+GOLDEN_PLACED = "1f0000000200434ad70a9f29ac90d8f283a565706f636801a6656e67696e65a26530ab696e6361726e6174696f6e02"
+GOLDEN_CLOSED = "00000000ff00434a510140ff939aca1d"
+
+
+def test_bytes_of_a_record_do_not_change() -> None:
+    """Golden bytes: a journal outlives the version that wrote it."""
+    frame = j.encode(j.Placed(1, "e0", 2))
+    assert frame.hex() == GOLDEN_PLACED
+    assert j.CLOSED.hex() == GOLDEN_CLOSED
+
+
+def test_torn_at_every_byte_gives_the_whole_records_before(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.journal")
+    ends = [end for _, end in j.read_records(data)]
+    for size in range(len(data)):
+        got = [end for _, end in j.read_records(data[:size])]
+        assert got == [end for end in ends if end <= size]
+
+
+def test_flipped_bit_ends_the_journal_there(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.journal")
+    seed = 20261129
+    print("seed", seed)
+    draw = random.Random(seed)
+    ends = [end for _, end in j.read_records(data)]
+    for _ in range(300):
+        at = draw.randrange(ends[-1])
+        bad = bytearray(data)
+        bad[at] ^= 1 << draw.randrange(8)
+        assert [end for _, end in j.read_records(bytes(bad))] == [end for end in ends if end <= at]
+
+
+def test_stream_goes_on_behind_a_torn_tail(tmp_path: Path) -> None:
+    table = StreamTable(tmp_path, TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    stream.record(j.Tokens(2, pack_tokens([12])))
+    stream.record(j.Tokens(3, pack_tokens([13])))
+    table.close()
+    path = tmp_path / f"{stream.id}.journal"
+    path.write_bytes(path.read_bytes()[:-3])
+    for _ in range(2):  # the tail is dropped once, then everything is whole
+        again = StreamTable(tmp_path, TokenIdText())
+        (back,) = again.load_live()
+        assert back.tokens[:3] == [10, 11, 12]
+        if back.token_count == 1:
+            back.record(j.Tokens(3, pack_tokens([15])))
+        assert back.tokens == [10, 11, 12, 15]
+        again.close()
+
+
+def test_journal_without_a_whole_first_record_is_put_aside(tmp_path: Path) -> None:
+    (tmp_path / ("1" * 24 + ".journal")).write_bytes(j.encode(spec())[:-1])
+    table = StreamTable(tmp_path, TokenIdText())
+    assert table.load_live() == []
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
+    table.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_disk_that_refuses_stops_no_stream_and_gets_everything_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    real = os.pwrite
+    refusing = True
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if refusing:
+            if len(data) > 10:
+                real(fd, data[:7], offset)  # a torn piece is left behind
+            raise OSError(code, os.strerror(code))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    table = StreamTable(tmp_path, TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    stream.record(j.Tokens(2, pack_tokens([12])))
+    assert stream.tokens == [10, 11, 12]
+    assert stream.journal is not None and stream.journal.backlog_bytes > 0
+    refusing = False
+    stream.record(j.Tokens(3, pack_tokens([13]), "length"))
+    stream.record(j.End("length", "length", 1.0))
+    table.retire(stream)
+    assert stream.journal.backlog_bytes == 0
+    path = tmp_path / f"{stream.id}.journal"
+    kinds = [type(record).__name__ for record, _ in j.read_records(path.read_bytes())]
+    assert kinds == ["StreamSpec", "Tokens", "Tokens", "End"]
+    table.close()
+
+
+async def test_sweep_deletes_what_ended_too_long_ago(tmp_path: Path) -> None:
+    table = StreamTable(tmp_path, TokenIdText())
+    old, live = table.open(spec(new_stream_id())), table.open(spec(new_stream_id()))
+    old.record(j.End("stop", "stop", 1.0))
+    table.retire(old)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    await table.sweep(retention_s=60)
+    assert await table.fetch(old.id) is None
+    assert await table.fetch(live.id) is live
+    assert [path.stem for path in tmp_path.iterdir()] == [live.id]
+    table.close()
+
+
+def test_stream_id_is_taken_with_or_without_the_prefix_of_an_answer() -> None:
+    stream_id = new_stream_id()
+    assert (
+        parse_stream_id(stream_id) == parse_stream_id(f"chatcmpl-{stream_id}") == parse_stream_id(f"cmpl-{stream_id}")
+    )
+    for bad in ("../x", "", stream_id.upper() + "x", stream_id[:-1]):
+        assert parse_stream_id(bad) is None

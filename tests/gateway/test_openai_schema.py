@@ -1,0 +1,162 @@
+"""Bad input of every kind is a 400 that names the field; common extras are ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.messages import Sampling
+from gateway import openai_schema as schema
+from gateway.errors import ApiError
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+TEXT = {"model": "tiny", "prompt": "x"}
+
+
+def refusal(body: Any, parse: Any = schema.parse_chat) -> ApiError:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as caught:
+        request = parse(raw)
+        schema.wish_of(request, None, 1)
+        if isinstance(request, schema.ChatRequest):
+            schema.template_messages(request.messages)
+        else:
+            schema.prompt_tokens(request.prompt)
+    assert caught.value.status == 400
+    assert set(caught.value.body["error"]) == {"message", "type", "param", "code"}
+    return caught.value
+
+
+CASES = [
+    ({"temperature": "hot"}, "temperature", "expected float"),
+    ({"temperature": -0.1}, "temperature", "at least 0"),
+    ({"temperature": 2.1}, "temperature", "at most 2"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"top_p": 1.01}, "top_p", "at most 1"),
+    ({"top_k": 1.5}, "top_k", "int"),
+    ({"top_k": -2}, "top_k", "at least -1"),
+    ({"min_p": 1.2}, "min_p", "at most 1"),
+    ({"seed": "x"}, "seed", "int"),
+    ({"seed": 1 << 64}, "seed", ""),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "at least 1"),
+    ({"max_tokens": True}, "max_tokens", "int"),
+    ({"stop": 3}, "stop", "str"),
+    ({"stop": ["a", 3]}, "stop[1]", "str"),
+    ({"stop": [""]}, "stop", "empty string"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"n": 2}, "n", "only 1"),
+    ({"stream": "yes"}, "stream", "bool"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
+    ({"logprobs": 3}, "logprobs", "bool"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    ({"presence_penalty": 3}, "presence_penalty", "at most 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "at least -2"),
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "str"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 4}]}]}, "messages[0].content[0]", "int"),
+    ({"tools": [{"type": "function"}]}, "tools", "not served"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not served"),
+    ({"session_id": "../x"}, "session_id", "letters"),
+    ({"session_id": 5}, "session_id", "str"),
+    ({"model": None}, "model", "str"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "said"), CASES, ids=[json.dumps(more)[:40] for more, _, _ in CASES])
+def test_chat_field_is_named(more: dict, param: str, said: str) -> None:
+    error = refusal({**CHAT, **more})
+    assert error.param == param
+    assert error.message.startswith(param)
+    assert said in error.message
+
+
+TEXT_CASES = [
+    ({"prompt": ["a", "b"]}, "prompt", "one prompt"),
+    ({"prompt": [1, "a"]}, "prompt", "prompt[1]: expected a token id, got str"),
+    ({"prompt": [1.5]}, "prompt", "got float"),
+    ({"prompt": 5}, "prompt", "int"),
+    ({"logprobs": True}, "logprobs", "int"),
+    ({"echo": True}, "echo", "not"),
+    ({"suffix": "x"}, "suffix", "not"),
+    ({"best_of": 3}, "best_of", "only 1"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "said"), TEXT_CASES, ids=[json.dumps(more) for more, _, _ in TEXT_CASES])
+def test_completion_field_is_named(more: dict, param: str, said: str) -> None:
+    error = refusal({**TEXT, **more}, schema.parse_completion)
+    assert error.param == param
+    assert said in error.message
+
+
+def test_malformed_json_says_where() -> None:
+    assert "line 2 column 13" in refusal(b'{"model": "x",\n "messages" [}').message
+    assert "empty" in refusal(b"").message
+    assert "UTF-8" in refusal(b'{"model": "\xff"}').message
+    assert "the body: expected object" in refusal(b"[]").message
+    refusal(b"[" * 100_000)
+    assert refusal({}).param in ("model", "messages")
+
+
+def test_lists_of_one_prompt_are_unpacked() -> None:
+    assert schema.prompt_tokens(["a"]) == "a"
+    assert schema.prompt_tokens([[1, 2]]) == [1, 2]
+    assert schema.prompt_tokens([1, 2]) == [1, 2]
+
+
+def test_what_clients_send_besides_is_ignored_and_null_is_not_set() -> None:
+    nulls = {name: None for name in ("temperature", "top_p", "stop", "max_tokens", "n", "seed", "tools", "session_id")}
+    extra = {
+        "parallel_tool_calls": True,
+        "metadata": {},
+        "user": "me",
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+    }
+    request = schema.parse_chat(json.dumps({**CHAT, **nulls, **extra, "response_format": {"type": "text"}}).encode())
+    wish = schema.wish_of(request, None, 77)
+    assert wish.sampling == Sampling(seed=77)
+    assert (wish.stop, wish.max_tokens, wish.session) == ([], 0, "")
+
+
+def test_values_reach_the_sampler() -> None:
+    body = {
+        **CHAT,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "min_p": 0.1,
+        "seed": -1,
+        "stop": "x",
+        "presence_penalty": 1,
+    }
+    wish = schema.wish_of(schema.parse_chat(json.dumps({**body, "frequency_penalty": -1}).encode()), "s-1", 1)
+    assert wish.sampling == Sampling(0.0, 0.5, 0, 0.1, (1 << 63) - 1, 1.0, -1.0, -1)
+    assert (wish.stop, wish.session) == (["x"], "s-1")
+
+
+def test_max_completion_tokens_wins() -> None:
+    request = schema.parse_chat(json.dumps({**CHAT, "max_tokens": 5, "max_completion_tokens": 9}).encode())
+    assert schema.wish_of(request, None, 1).max_tokens == 9
+
+
+def test_session_in_header_and_body_must_agree() -> None:
+    request = schema.parse_chat(json.dumps({**CHAT, "session_id": "a"}).encode())
+    assert schema.wish_of(request, "a", 1).session == "a"
+    with pytest.raises(ApiError, match="send one"):
+        schema.wish_of(request, "b", 1)
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = schema.parse_chat(json.dumps({**CHAT, "messages": [{"role": "user", "content": parts}]}).encode())
+    assert schema.template_messages(request.messages) == [{"role": "user", "content": "ab"}]

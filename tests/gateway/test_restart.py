@@ -1,0 +1,180 @@
+"""The gateway is killed or drained; the next one goes on from the journals, with engines that went on or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from gateway import journal as j
+from tests.gateway.conftest import World, chat
+from tests.gateway.fake_engine import FakeEngine, token_at
+
+
+async def break_off(world: World, engine: FakeEngine, tokens: int, **more):  # type: ignore[no-untyped-def]
+    """A stream whose gateway is killed when so many tokens have come."""
+    engine.allow(tokens)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(**more)))
+
+    async def there() -> bool:
+        live = (await world.get("/v1/streams"))["data"]
+        return bool(live) and live[0]["delivered_tokens"] >= tokens
+
+    await world.until(there)
+    await world.kill_gateway()
+    return await task
+
+
+async def test_engine_that_went_on_is_caught_up_with(world: World) -> None:
+    engine = world.engines[0]
+    want = await world.events("POST", "/v1/chat/completions", chat())
+    sse = await break_off(world, engine, 5)
+    assert sse.ids == list(range(6))
+    engine.allow(4)
+    await asyncio.sleep(0.02)
+    await world.start_gateway()
+    rest = asyncio.create_task(
+        world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}", headers={"Last-Event-ID": "5"})
+    )
+    await asyncio.sleep(0.1)
+    engine.allow(None)
+    tail = await rest
+    assert sse.text + tail.text == want.text
+    assert tail.ids == list(range(6, 15))
+    assert tail.concordia["recoveries"] == []
+    assert tail.concordia["verdict"] == "restored"
+    assert len(engine.submits) == 2  # the reference and this one: nothing was submitted again
+    whole = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert whole.events == sse.events + tail.events
+
+
+async def test_log_probabilities_are_caught_up_with_too(world: World) -> None:
+    engine = world.engines[0]
+    sse = await break_off(world, engine, 3, logprobs=True, top_logprobs=1)
+    engine.allow(3)
+    await asyncio.sleep(0.02)
+    await world.start_gateway()
+    engine.allow(None)
+    whole = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    rows = [c["logprobs"]["content"][0] for chunk in whole.chunks for c in chunk["choices"] if c["logprobs"]]
+    assert len(rows) == 12
+    assert all(row["logprob"] == -0.5 for row in rows)
+
+
+async def test_everything_killed_a_stored_stream_goes_on_at_a_new_engine(world: World) -> None:
+    engine = world.engines[0]
+    want = await world.events("POST", "/v1/chat/completions", chat())
+    sse = await break_off(world, engine, 5, session_id="s-1")
+    await engine.kill()
+    await world.start_gateway()
+    fresh = await world.engine("e0", 2)
+    got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert got.text == want.text
+    assert got.events[:6] == sse.events
+    assert fresh.submits[0].epoch > engine.submits[-1].epoch
+    session = await world.get("/v1/sessions/s-1")
+    assert session["turns"] == 1
+    assert session["tokens"] == len(engine.submits[-1].tokens) // 4 + 12
+
+
+async def test_engine_works_under_an_epoch_that_is_no_longer_ours(world: World) -> None:
+    """The stream was submitted again elsewhere before the old engine attached: that one is told to stop."""
+    engine = world.engines[0]
+    sse = await break_off(world, engine, 5, store=True)
+    del world.host.engines["e0"]
+    await world.start_gateway()
+    other = await world.engine("e1", budget=2)
+    await world.until(lambda: has_submits(other))
+    world.host.up(engine)
+    await world.until(lambda: has_cancels(engine))
+    assert engine.cancels[0].epoch == engine.submits[0].epoch
+    other.allow(None)
+    got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert got.finish_reason == "length"
+
+
+async def has_submits(engine: FakeEngine) -> bool:
+    return bool(engine.submits)
+
+
+async def has_cancels(engine: FakeEngine) -> bool:
+    return bool(engine.cancels)
+
+
+async def test_anonymous_stream_waits_for_its_client_only_so_long(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(resume_grace_s=0.1)
+    engine = await world.engine("e0")
+    sse = await break_off(world, engine, 3)
+    await world.start_gateway()
+    got = await world.until(lambda: finished(world, sse.headers["X-Stream-Id"]))
+    assert got["concordia"]["end"] == "expired"
+    assert engine.cancels
+
+
+async def finished(world: World, stream_id: str):  # type: ignore[no-untyped-def]
+    view = await world.get(f"/v1/streams/{stream_id}?format=json")
+    return view if view["stream"]["state"] == "finished" else None
+
+
+async def test_finished_streams_are_read_back_byte_for_byte(world: World) -> None:
+    sse = await world.events(
+        "POST", "/v1/chat/completions", chat(stream_options={"include_usage": True}, logprobs=True)
+    )
+    await world.kill_gateway()
+    await world.start_gateway()
+    again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert again.events == sse.events
+
+
+async def test_drain_lets_answers_end_and_admits_nothing(world: World) -> None:
+    engine = world.engines[0]
+    engine.allow(3)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+
+    async def started() -> bool:
+        return bool(engine.submits)
+
+    await world.until(started)
+    ending = asyncio.create_task(world.end_gateway())
+    await asyncio.sleep(0.02)
+    status, _, answer = await world.post("/v1/chat/completions", chat(stream=False))
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    engine.allow(None)
+    assert (await task).finish_reason == "length"
+    await asyncio.wait_for(ending, 3)
+
+
+async def test_drain_is_bounded_and_the_stream_goes_on_in_the_next_process(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(drain_s=0.1)
+    engine = await world.engine("e0", budget=3)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+
+    async def started() -> bool:
+        return bool(engine.submits)
+
+    await world.until(started)
+    await asyncio.wait_for(world.end_gateway(), 3)
+    sse = await task
+    assert sse.finish_reason is None
+    await world.start_gateway()
+    engine.allow(None)
+    rest = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}", params={"from": str(sse.ids[-1])})
+    assert rest.finish_reason == "length"
+    assert (sse.ids + rest.ids) == list(range(15))
+
+
+async def test_end_that_was_only_in_the_tokens_record_is_drawn_from_it(world: World) -> None:
+    """Its tokens record is in the journal, its end record is not: the new process draws the same end from it."""
+    engine = world.engines[0]
+    sse = await world.events("POST", "/v1/chat/completions", chat(store=True))
+    await world.kill_gateway()
+    path = world.config.paths.journal_dir / f"{sse.headers['X-Stream-Id']}.journal"
+    data = path.read_bytes()
+    ends = [end for record, end in j.read_records(data) if not isinstance(record, j.End)]
+    path.write_bytes(data[: ends[-1]])
+    await world.start_gateway()
+    again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert again.events == sse.events
+    assert len(engine.submits) == 1
+    assert json.loads(again.events[-2][1])["concordia"]["end"] == "length"
+    tokens = (await world.get(f"/v1/streams/{sse.headers['X-Stream-Id']}?format=json"))["stream"]["tokens"]
+    assert tokens == [token_at(7, 23 + k) for k in range(12)]

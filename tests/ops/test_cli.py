@@ -1,0 +1,185 @@
+"""The command line as a user meets it: help, exit codes, JSON on stdout, one line for an error.
+
+A small HTTP server stands in for the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from engine import pid_file
+from engine.status_page import StatusPage
+from ops import cli, serve
+from ops.errors import AlreadyRunning
+from ops.processes import FileLock
+from tiers.paths import Paths
+
+COMMANDS = ["serve", "pull", "status", "sessions", "config", "verify", "demo"]
+
+
+def concordia(*arguments: str, **environment: str) -> Result:
+    clean = {name: None for name in os.environ if name.startswith("CONCORDIA_")}
+    return CliRunner().invoke(cli.main, list(arguments), env={**clean, **environment})
+
+
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in COMMANDS), *(["sessions", n] for n in ("ls", "show", "park", "rm"))]
+)
+def test_every_command_has_help(command: list[str]) -> None:
+    result = concordia(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout
+
+
+def test_help_tells_the_exit_codes() -> None:
+    assert "6  `verify` found damage" in concordia("--help").stdout
+
+
+def test_wrong_usage_exits_with_2(tmp_path: Path) -> None:
+    assert concordia("serve", "--nonsense").exit_code == 2
+    assert concordia("serve", "--port", "abc", "--data-dir", str(tmp_path)).exit_code == 2
+
+
+def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
+    (tmp_path / "concordia.toml").write_text("[gateway]\nprot = 1")
+    result = concordia("config", "--data-dir", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        f"concordia: {tmp_path}/concordia.toml: unknown key gateway.prot; did you mean gateway.port?"
+    ]
+
+
+def test_config_shows_value_and_source(tmp_path: Path) -> None:
+    result = concordia("config", "--json", "--data-dir", str(tmp_path), "--port", "9001", CONCORDIA_ENGINE_SLOTS="3")
+    shown = json.loads(result.stdout)
+    assert shown["gateway.port"] == {"value": 9001, "source": "flag --port", "environment": "CONCORDIA_GATEWAY_PORT"}
+    assert shown["engine.slots"]["source"] == "environment CONCORDIA_ENGINE_SLOTS"
+    table = concordia("config", "--data-dir", str(tmp_path), "--port", "9001").stdout
+    assert "gateway.port" in table
+    assert "flag --port" in table
+
+
+def test_unknown_model_exits_with_3(tmp_path: Path) -> None:
+    result = concordia("pull", "nosuch", "--model-cache", str(tmp_path))
+    assert result.exit_code == 3
+    assert "known: smollm2" in result.stderr
+
+
+def test_pull_of_what_is_there_says_where(tmp_path: Path) -> None:
+    directory = tmp_path / "smollm2"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    result = concordia("pull", "smollm2", "--model-cache", str(tmp_path), "--json")
+    assert json.loads(result.stdout) == {"model": "smollm2", "directory": str(directory), "pulled": False}
+    assert concordia("pull", "--if-missing", "smollm2", "--model-cache", str(tmp_path)).stdout == ""
+
+
+def test_status_without_a_gateway_shows_what_is_on_disk(tmp_path: Path) -> None:
+    paths = Paths.at(tmp_path / "data", tmp_path / "lanes").make()
+    StatusPage.create(paths.status("e0"), 3).set_state("ready")
+    pid_file.write(paths.pid_file("e0"), pid=os.getpid(), incarnation=3)
+    paths.pid_file("gateway").write_text(json.dumps({"pid": os.getpid(), "start_ticks": 1, "incarnation": 1}))
+    paths.lane("e0").write_bytes(b"x" * 8192)
+    places = ("--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir), "--port", str(free_port()))
+    result = concordia("status", "--json", *places)
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["gateway"]) == (4, "down")
+    states = {row["name"]: (row["state"], row["incarnation"]) for row in shown["processes"]}
+    assert states == {"e0": ("ready", 3), "gateway": ("dead", 1)}
+    assert [row["name"] for row in shown["lanes"]] == ["e0"]
+    table = concordia("status", *places)
+    assert "ready" in table.stdout
+    assert "concordia serve" in table.stderr
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Answers as the gateway would, and remembers what was asked."""
+
+    asked: list[tuple[str, str, str | None]] = []
+    answers: dict[str, Any] = {
+        "/admin/engines": [{"id": "e0", "pid": 7, "state": "ready", "device": "cpu", "stats": {}}],
+        "/v1/sessions": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
+        "/v1/sessions/a%20b": {"id": "a b", "tokens": 12, "streams": ["s1"]},
+        "/v1/sessions/a%20b/park": {"slots": 1},
+    }
+
+    def answer(self) -> None:
+        self.asked.append((self.command, self.path, self.headers.get("Authorization")))
+        known = self.answers.get(self.path)
+        body = json.dumps(known if known is not None else {"error": {"message": "no such session"}}).encode()
+        self.send_response(200 if known is not None else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_DELETE = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Gateway.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_sessions_are_listed_shown_parked_and_removed(url: str) -> None:
+    assert json.loads(concordia("sessions", "ls", "--json", "--url", url).stdout)["data"][0]["id"] == "a b"
+    assert "a b" in concordia("sessions", "ls", "--url", url).stdout
+    assert "s1" in concordia("sessions", "show", "a b", "--url", url).stdout
+    assert concordia("sessions", "park", "a b", "--url", url).stdout == "a b is parked\n"
+    assert concordia("sessions", "rm", "a b", "--url", url, "--api-key", "k").exit_code == 0
+    assert Gateway.asked[-1] == ("DELETE", "/v1/sessions/a%20b", "Bearer k")
+
+
+def test_what_the_gateway_says_is_passed_on(url: str) -> None:
+    result = concordia("sessions", "show", "none", "--url", url)
+    assert result.exit_code == 1
+    assert result.stderr == "concordia: no such session\n"
+
+
+def test_status_shows_what_the_gateway_says(url: str, tmp_path: Path) -> None:
+    result = concordia("status", "--json", "--url", url, "--data-dir", str(tmp_path))
+    shown = json.loads(result.stdout)
+    assert (result.exit_code, shown["gateway"], shown["engines"][0]["id"]) == (0, "up", "e0")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_taken_port_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(AlreadyRunning, match="choose another with --port"):
+            serve.check_port("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "serve.lock").take("served already")
+    with pytest.raises(AlreadyRunning, match=f"served already \\(pid {os.getpid()}"):
+        FileLock(tmp_path / "serve.lock").take("served already")
+    lock.release()
+    FileLock(tmp_path / "serve.lock").take("served already").release()

@@ -1,0 +1,232 @@
+"""The host agent against engines without a model: death, hang, backoff, adoption, stop. Real processes, real signals, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import messages, pid_file, wire
+from engine.status_page import StatusPage
+from ops.errors import ModelError
+from ops.host import HostAgent
+from ops.processes import Backoff, ChildCommand
+from ops.settings import HostSettings
+from tiers.paths import Paths
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Paths:
+    return Paths.at(tmp_path / "data", tmp_path / "lanes").make()
+
+
+def agent_settings(paths: Paths, *, model_name: str = "fake", **host: Any) -> dict[str, Any]:
+    values = HostSettings(engines=2, hang_floor_ms=300, watch_interval_ms=10, restart_backoff_ms=50, stop_timeout_s=5.0)
+    return {
+        "host": dataclasses.asdict(dataclasses.replace(values, **host)),
+        "engine": {"threads": 1},
+        "tiers": {},
+        "data_dir": str(paths.data_dir),
+        "lane_dir": str(paths.lane_dir),
+        "model_dir": "",
+        "model_name": model_name,
+    }
+
+
+class Agent(HostAgent):
+    """Starts the fakes in place of engine and nursery."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings, engine_module="tests.ops.fake_engine", keeper=False)
+        for kept in self._kept:
+            kept.command = dataclasses.replace(kept.command, module="tests.ops.fake_nursery")
+
+
+@contextlib.asynccontextmanager
+async def running(settings: dict[str, Any]) -> AsyncIterator[Agent]:
+    agent = Agent(settings)
+    task = asyncio.create_task(agent.run())
+    try:
+        yield agent
+    finally:
+        agent.stop()
+        async with asyncio.timeout(20):
+            await task
+
+
+async def until(what: str, probe: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := probe()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        await asyncio.sleep(0.01)
+    return value
+
+
+def all_ready(agent: Agent) -> bool:
+    return len(agent.watches) == agent.host.engines and all(watch.ready for watch in agent.watches.values())
+
+
+class Gateway:
+    """A subscriber of the host agent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._buffer = wire.FrameBuffer(wire.FROM_HOST)
+        self._messages: list[Any] = []
+
+    @classmethod
+    async def connect(cls, paths: Paths) -> Gateway:
+        gateway = cls(*await asyncio.open_unix_connection(str(paths.host_socket)))
+        gateway.send(messages.Subscribe("test"))
+        return gateway
+
+    def send(self, message: messages.Message) -> None:
+        self._writer.write(wire.encode(message))
+
+    async def next(self) -> Any:
+        async with asyncio.timeout(15):
+            while not self._messages:
+                data = await self._reader.read(4096)
+                assert data, "the host agent closed the link"
+                self._messages += self._buffer.feed(data)
+        return self._messages.pop(0)
+
+    async def next_of(self, kind: type) -> Any:
+        while not isinstance(message := await self.next(), kind):
+            pass
+        return message
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture(params=[True, False], ids=["nursery", "direct"])
+def nursery(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+async def test_killed_engine_is_reported_and_started_again(paths: Paths, nursery: bool) -> None:
+    async with running(agent_settings(paths, nursery=nursery)) as agent:
+        await until("engines", lambda: all_ready(agent))
+        gateway = await Gateway.connect(paths)
+        ups = [await gateway.next(), await gateway.next()]
+        assert {up.engine for up in ups} == {"e0", "e1"}
+        victim = ups[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        down = await gateway.next()
+        assert (down.engine, down.incarnation, down.reason) == (victim.engine, victim.incarnation, "killed")
+        assert down.fence_ms < 100
+        again = await gateway.next_of(messages.EngineUp)
+        assert (again.engine, again.incarnation) == (victim.engine, victim.incarnation + 1)
+        gateway.close()
+    assert not list(paths.lane_dir.glob("*.sock")), "sockets left"
+    assert not list(paths.lane_dir.glob("e*.pid")), "pid files left"
+
+
+async def test_stopped_engine_is_hung_and_fenced(paths: Paths) -> None:
+    async with running(agent_settings(paths, nursery=False)) as agent:
+        await until("engines", lambda: all_ready(agent))
+        gateway = await Gateway.connect(paths)
+        victim = await gateway.next()
+        os.kill(victim.pid, signal.SIGSTOP)
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.engine, down.reason) == (victim.engine, "hung")
+        assert down.detect_ms >= agent.host.hang_floor_ms
+        await until("its end", lambda: not pid_file.PidFile(victim.pid, 1).alive)
+        gateway.close()
+
+
+async def test_suspected_engine_is_fenced(paths: Paths) -> None:
+    async with running(agent_settings(paths, nursery=False, engines=1)) as agent:
+        await until("engines", lambda: all_ready(agent))
+        gateway = await Gateway.connect(paths)
+        up = await gateway.next()
+        gateway.send(messages.Suspect(up.engine, up.incarnation, "socket closed"))
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.engine, down.incarnation) == (up.engine, up.incarnation)
+        gateway.send(messages.Suspect(up.engine, up.incarnation, "again"))
+        down = await gateway.next_of(messages.EngineDown)
+        assert down.incarnation == up.incarnation, "an incarnation that is long dead is said to be so again"
+        gateway.close()
+
+
+async def test_engine_that_never_starts_backs_off_and_is_given_up(paths: Paths) -> None:
+    agent = Agent(agent_settings(paths, nursery=False, engines=1, model_name="die_at_start", restart_backoff_ms=100))
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="e0 ended 4 times"):
+        await agent.run()
+    assert time.monotonic() - began > 0.1 + 0.2 + 0.4, "starts must come ever slower"
+
+
+def test_waits_double_up_to_the_limit() -> None:
+    backoff = Backoff(100, 1000, 60)
+    assert [backoff.wait_s(deaths) for deaths in (1, 2, 3, 4, 5, 99)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+async def test_running_engines_are_adopted(paths: Paths) -> None:
+    settings = agent_settings(paths, nursery=False)
+    first = Agent(settings)
+    task = asyncio.create_task(first.run())
+    await until("engines", lambda: all_ready(first))
+    before = {name: watch.pid for name, watch in first.watches.items()}
+    task.cancel()  # as if it died: nothing is stopped, nothing cleaned up
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await _cancel_all_but_me()
+    async with running(settings) as second:
+        await until("adoption", lambda: all_ready(second))
+        assert {name: watch.pid for name, watch in second.watches.items()} == before
+        os.kill(before["e0"], signal.SIGKILL)
+        await until("restart", lambda: all_ready(second) and second.watches["e0"].pid != before["e0"])
+        assert second.watches["e0"].incarnation == 2
+
+
+async def test_engines_with_other_settings_are_not_adopted(paths: Paths) -> None:
+    first = Agent(agent_settings(paths, nursery=False))
+    task = asyncio.create_task(first.run())
+    await until("engines", lambda: all_ready(first))
+    before = {watch.pid for watch in first.watches.values()}
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await _cancel_all_but_me()
+    async with running(agent_settings(paths, nursery=False, engines=1, model_name="other")) as second:
+        await until("engines", lambda: all_ready(second))
+        assert not before & {watch.pid for watch in second.watches.values()}
+        assert not paths.pid_file("e1").exists(), "an engine that is not wanted any more is ended"
+
+
+async def _cancel_all_but_me() -> None:
+    """What a killed process's tasks do: stop. (Its lock goes with the garbage collector's file.)"""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_recycled_pid_is_not_mistaken(paths: Paths) -> None:
+    written = pid_file.write(paths.pid_file("e0"), pid=os.getpid(), incarnation=3)
+    assert written.alive
+    assert pid_file.read(paths.pid_file("e0")) == written
+    assert not dataclasses.replace(written, start_ticks=written.start_ticks - 1).alive
+
+
+def test_child_gets_settings_by_pipe_not_by_command_line(paths: Paths) -> None:
+    command = ChildCommand("gateway", "gateway", {"gateway": {"api_key": "secret"}})
+    assert "secret" not in " ".join(command.line)
+    assert b"secret" in command.input
+
+
+def test_page_of_an_older_incarnation_raises_the_next(paths: Paths) -> None:
+    StatusPage.create(paths.status("e0"), 41)
+    assert Agent(agent_settings(paths, nursery=False))._next_incarnation("e0") == 42

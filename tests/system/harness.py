@@ -1,0 +1,253 @@
+"""What the system tests share: which models, which requests, and what "the same answer" means.
+
+Processes, HTTP and SSE are driven by `bench/driver.py`. Tests compare an interrupted stream with an uninterrupted run
+of the same request at a server that nobody touches; both run alone on their engine, on one thread, so that bits may be
+compared (a row in a batch isn't bit-equal to the row alone).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.driver import EngineView, System
+from bench.sse import Answer
+
+ANSWER_TOKENS = 48
+GREEDY = {"temperature": 0}
+SAMPLED = {"temperature": 0.8, "seed": 20261129}
+MODES: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED}
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+SMALL_LANES = {"lane_bytes": 64 << 20, "lane_record_count": 1 << 14}
+ONE_THREAD = {"threads": 1}
+
+
+# ---------------------------------------------------------------- models
+
+
+def build_tiny_model(cache: Path) -> Path:
+    """The tiny seeded model's directory, made once for this version of `tiny_model.py`."""
+    source = Path(__file__).with_name("tiny_model.py")
+    target = cache / hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    if not (target / "tokenizer.json").exists():
+        command = [sys.executable, "-m", "tests.system.tiny_model", str(target)]
+        done = subprocess.run(command, check=False, cwd=source.parents[2], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    return target
+
+
+def pull_demo_model() -> str:
+    """Have the demo model in the model cache and return the name to serve it by; DEMO_MODEL names another directory."""
+    other = os.environ.get("DEMO_MODEL")
+    if other:
+        return other
+    command = [str(Path(sys.executable).with_name("concordia")), "pull", "smollm2"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"concordia pull smollm2 failed:\n{done.stdout}\n{done.stderr}"
+    return "smollm2"
+
+
+# ---------------------------------------------------------------- requests
+
+
+def chat(
+    system: System, content: str, mode: dict[str, Any] = GREEDY, *, tokens: int = ANSWER_TOKENS, **more: Any
+) -> dict:
+    """Body of a chat request with one user message."""
+    return chat_of(system, [{"role": "user", "content": content}], mode, tokens=tokens, **more)
+
+
+def chat_of(
+    system: System,
+    messages: list[dict[str, str]],
+    mode: dict[str, Any] = GREEDY,
+    *,
+    tokens: int = ANSWER_TOKENS,
+    **more: Any,
+) -> dict:
+    """Body of a chat request."""
+    options = {"max_tokens": tokens, "stream_options": {"include_usage": True}}
+    return {"model": system.model_name(), "messages": messages, **options, **mode, **more}
+
+
+def completion(
+    system: System, prompt: Any, mode: dict[str, Any] = GREEDY, *, tokens: int = ANSWER_TOKENS, **more: Any
+) -> dict:
+    """Body of a completion request; the prompt is text or a list of token ids."""
+    options = {"max_tokens": tokens, "stream_options": {"include_usage": True}}
+    return {"model": system.model_name(), "prompt": prompt, **options, **mode, **more}
+
+
+def prompts(seed: int, count: int) -> list[str]:
+    """Seeded short user messages, no two alike, that the demo model answers at length."""
+    draw = random.Random(seed)
+    things = [
+        "a lighthouse",
+        "the tide",
+        "an old clock",
+        "a river",
+        "bread",
+        "the night sky",
+        "a train",
+        "salt",
+        "a violin",
+    ]
+    forms = ["Write a long story about {}.", "Explain {} to a child in many words.", "Describe {} in great detail."]
+    made = [f"{draw.choice(forms).format(draw.choice(things))} Chapter {draw.randrange(10_000)}." for _ in range(count)]
+    assert len(set(made)) == count, "draw another seed"
+    return made
+
+
+def story(
+    system: System, seed: int, mode: dict[str, Any] = GREEDY, *, tokens: int = ANSWER_TOKENS, **more: Any
+) -> dict:
+    """Body of a completion request whose very first token no other seed has.
+
+    So nothing that another test left on a device is reused, and all of the prompt is computed in the same chunk wherever
+    it is sent: rows of a prefix that were computed in a chunk of another length differ in their last bits, and a sampled
+    token may fall on such a boundary. Chat requests share at least the template's first tokens.
+    """
+    opening = OPENINGS[seed % len(OPENINGS)]
+    thing = random.Random(seed).choice(["a lighthouse", "the tide", "an old clock", "a river", "a train", "a violin"])
+    text = f"{opening}, chapter {seed}. A long story about {thing}.\n\nOnce upon a time"
+    return completion(system, text, mode, tokens=tokens, **more)
+
+
+def random_tokens(seed: int, count: int, *, low: int = 300, high: int = 40_000) -> list[int]:
+    """Seeded token ids that are no special tokens of the demo model."""
+    draw = random.Random(seed)
+    return [draw.randrange(low, high) for _ in range(count)]
+
+
+OPENINGS = [
+    *("Apple", "Bridge", "Candle", "Desert", "Engine", "Forest", "Garden", "Harbor", "Island", "Jungle", "Kitchen"),
+    *("Lantern", "Mountain", "Night", "Ocean", "Palace", "Queen", "River", "Silver", "Temple", "Valley", "Winter"),
+    *("Yellow", "Zero", "Bread", "Clock", "Dragon", "Eagle", "Flower"),
+]
+NOUNS = [
+    "time",
+    "year",
+    "day",
+    "man",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "group",
+    "country",
+]
+VERBS = [
+    "sees",
+    "finds",
+    "gives",
+    "tells",
+    "asks",
+    "keeps",
+    "holds",
+    "turns",
+    "starts",
+    "shows",
+    "hears",
+    "moves",
+    "likes",
+]
+
+
+def words(seed: int, count: int) -> str:
+    """At least `count` tokens of seeded plain English, in sentences of seven."""
+    draw = random.Random(seed)
+    sentences = -(-count // 6)
+    return " ".join(
+        f"The {draw.choice(NOUNS)} {draw.choice(VERBS)} the {draw.choice(NOUNS)} again." for _ in range(sentences)
+    )
+
+
+# ---------------------------------------------------------------- acting in mid-answer
+
+
+def after(token_count: int, act: Callable[[Answer], Any]) -> Callable[[Answer], None]:
+    """A watcher that acts once, when that many tokens have come (0: with the first event of any kind)."""
+    done = False
+
+    def watch(answer: Answer) -> None:
+        nonlocal done
+        if not done and len(answer.tokens) >= token_count:
+            done = True
+            act(answer)
+
+    return watch
+
+
+def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[[Answer], None]:
+    """Acts by sending a signal to the engine that serves the stream now."""
+    return lambda answer: os.kill(system.serving_engine(answer.stream_id).pid, number)
+
+
+def kill_at(system: System, token_count: int) -> Callable[[Answer], None]:
+    """A watcher that kills the serving engine when that many tokens have come.
+
+    The engine is looked up at the first event, so that nothing stands between a later token and its kill.
+    """
+    found: list[EngineView] = []
+
+    def watch(answer: Answer) -> None:
+        if not found:
+            found.append(system.serving_engine(answer.stream_id))
+        act(answer)
+
+    act = after(token_count, lambda answer: os.kill(found[0].pid, signal.SIGKILL))
+    return watch
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+def assert_whole(answer: Answer) -> None:
+    """It ended as a stream should: ids without gap or repeat, one finish, [DONE] last."""
+    assert answer.done, answer.describe()
+    assert not answer.error, answer.describe()
+    first = answer.ids[0]
+    assert answer.ids == list(range(first, first + len(answer.ids))), f"ids with a gap or repeat: {answer.ids}"
+    reasons = [c["finish_reason"] for e in answer.events for c in e.body.get("choices") or [] if c.get("finish_reason")]
+    assert len(reasons) == 1, f"finish reasons {reasons}: {answer.describe()}"
+
+
+def counts(answer: Answer) -> tuple[int, int, int]:
+    usage = answer.usage
+    return usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+
+
+def assert_same(got: Answer, want: Answer, label: str) -> None:
+    """Byte-for-byte the same answer, with the same end and the same counts."""
+    assert_whole(want)
+    assert_whole(got)
+    assert got.text.encode() == want.text.encode(), f"{label}: text differs\n got {got.text!r}\nwant {want.text!r}"
+    assert got.finish_reason == want.finish_reason, f"{label}: {got.finish_reason} instead of {want.finish_reason}"
+    assert counts(got) == counts(want), f"{label}: usage {got.usage} instead of {want.usage}"
+    assert len(got.events) == len(want.events), f"{label}: {len(got.events)} events instead of {len(want.events)}"
+
+
+def recoveries(answer: Answer) -> list[dict[str, Any]]:
+    return list(answer.concordia.get("recoveries") or [])
+
+
+def cached(answer: Answer) -> int:
+    return int((answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def settled(system: System, timeout_s: float = 60.0) -> System:
+    """Every engine is ready and none works on anything: the next request runs alone."""
+    system.wait_ready(timeout_s=timeout_s)
+    system.wait("idle engines", lambda: not any(engine.busy for engine in system.engines()), timeout_s)
+    return system

@@ -1,0 +1,162 @@
+"""Case 3, and the rest of the failure model: all processes, the host agent, the keeper are killed; nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from bench.driver import System, alive, wait_for
+from tests.system import harness as h
+
+
+@pytest.mark.timeout(200)
+def test_demo_everything_killed_in_mid_answer_goes_on_after_the_restart(demo: System, reference: System) -> None:
+    question = h.prompts(seed=51, count=1)[0]
+    want = reference.stream(h.CHAT, h.chat(reference, question))
+    session = {"X-Session-Id": "case-3"}
+    broken = demo.stream(
+        h.CHAT, h.chat(demo, question), headers=session, watch=h.after(20, lambda answer: demo.kill_all())
+    )
+    assert broken.broken, "the client must have lost its connection"
+    demo.start()
+    whole = demo.fetch(broken.stream_id)
+    h.assert_same(whole, want, "fetched whole after everything was killed")
+    known = [(event.id, event.data) for event in broken.events]
+    assert [(event.id, event.data) for event in whole.events][: len(known)] == known, "what the client saw changed"
+    tail = demo.resume(broken)
+    h.assert_same(tail, want, "resumed by cursor after everything was killed")
+
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": want.text},
+        {"role": "user", "content": "Go on."},
+    ]
+    second = demo.stream(h.CHAT, h.chat_of(demo, messages, tokens=16), headers=session)
+    h.assert_whole(second)
+    stored = whole.usage["prompt_tokens"] + whole.usage["completion_tokens"] - 1  # the last token was never fed
+    assert h.cached(second) >= stored, f"{h.cached(second)} of {stored} stored tokens were reused: {second.concordia}"
+    later = reference.stream(h.CHAT, h.chat_of(reference, messages, tokens=16))
+    assert second.text == later.text
+    assert h.counts(second) == h.counts(later)
+
+
+def test_demo_parked_session_comes_back_from_disk(demo: System) -> None:
+    """Park takes it off the device; a restart leaves only the disk; the next turn computes only what is new."""
+    session = {"X-Session-Id": "parked"}
+    tokens = h.random_tokens(seed=52, count=200)
+    first = demo.stream(h.COMPLETIONS, h.completion(demo, tokens, tokens=4), headers=session)
+    h.assert_whole(first)
+    status, _, body = demo.call("POST", "/v1/sessions/parked/park")
+    assert status == 200, body
+    demo.kill_all()
+    demo.start()
+    names = [row.get("id") or row.get("session") for row in sessions(demo)]
+    assert "parked" in names, names
+    second = demo.stream(h.COMPLETIONS, h.completion(demo, [*tokens, 1000, 1001], tokens=4), headers=session)
+    assert h.cached(second) >= len(tokens) - 1, second.concordia
+    assert second.concordia["verdict"] in ("restored", "partial"), second.concordia
+    assert second.concordia["recomputed_tokens"] <= 4, second.concordia
+    status, _, body = demo.call("DELETE", "/v1/sessions/parked")
+    assert status in (200, 204), body
+    assert demo.call("GET", "/v1/sessions/parked")[0] == 404
+
+
+def sessions(system: System) -> list[dict]:
+    body = system.get("/v1/sessions")
+    return body if isinstance(body, list) else body.get("sessions") or body.get("data") or []
+
+
+def test_tiny_host_agent_killed_engines_go_on_and_are_adopted(tiny: System) -> None:
+    body = h.chat(tiny, h.prompts(seed=53, count=1)[0], tokens=900)
+    want = tiny.stream(h.CHAT, body)
+    h.settled(tiny)
+    before = {engine.id: engine.pid for engine in tiny.engines()}
+    host = tiny.pid("host")
+    got = tiny.stream(h.CHAT, body, watch=h.after(20, lambda answer: tiny.signal("host")))
+    h.assert_same(got, want, "host agent killed")
+    assert not h.recoveries(got), "the engine went on"
+    tiny.wait("a new host agent", lambda: tiny.pid("host") not in (0, host))
+    h.settled(tiny)
+    assert {engine.id: engine.pid for engine in tiny.engines()} == before, (
+        "running engines are adopted, not started again"
+    )
+
+    again = tiny.stream(h.CHAT, body, watch=h.kill_at(tiny, 20))
+    h.assert_same(again, want, "engine killed under the new host agent")
+    assert h.recoveries(again), "the new host agent watches the engines that it adopted"
+
+
+def test_tiny_keeper_killed_streams_go_on_and_records_reach_the_disk(tiny: System) -> None:
+    keeper = tiny.pid("keeper")
+    assert keeper
+    session = {"X-Session-Id": "keeper-killed"}
+    body = h.chat(tiny, h.prompts(seed=54, count=1)[0], tokens=300)
+    first = tiny.stream(
+        h.CHAT, body, headers=session, watch=h.after(20, lambda answer: os.kill(keeper, signal.SIGKILL))
+    )
+    h.assert_whole(first)
+    assert not h.recoveries(first)
+    tiny.wait("a new keeper", lambda: tiny.pid("keeper") not in (0, keeper))
+    tiny.kill_all()
+    tiny.start()
+    again = tiny.stream(h.CHAT, body, headers=session)
+    h.assert_same(again, first, "the same request after keeper and everything else were killed")
+    assert h.cached(again) >= first.usage["prompt_tokens"] - 1, again.concordia
+
+
+def test_tiny_everything_killed_again_and_again_in_one_answer(tiny: System) -> None:
+    """Every restart adds a few tokens; the text is the uninterrupted run's."""
+    body = h.chat(tiny, h.prompts(seed=55, count=1)[0], h.SAMPLED, tokens=500)
+    want = tiny.stream(h.CHAT, body)
+    assert len(want.tokens) > 300, "choose another seed"
+    h.settled(tiny)
+    got = tiny.stream(
+        h.CHAT, body, headers={"X-Session-Id": "again"}, watch=h.after(30, lambda answer: tiny.kill_all())
+    )
+    for _ in range(2):
+        if not got.broken:
+            break
+        tiny.start()
+        seen = len(got.tokens)
+        got = tiny.resume(got, watch=h.after(seen + 60, lambda answer: tiny.kill_all()))
+    if got.broken:
+        tiny.start()
+        got = tiny.resume(got)
+    h.assert_same(got, want, "everything killed again and again")
+
+
+def test_tiny_stop_ends_gracefully_and_leaves_no_process(tiny_model, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """SIGTERM in mid-answer: the answer is finished first; then no process, and no socket, is left."""
+    system = System(tiny_model, tmp_path / "data", settings={"engine": h.ONE_THREAD, "tiers": h.SMALL_LANES})
+    try:
+        system.start()
+        again = System(tiny_model, tmp_path / "data", port=system.port)
+        again.spawn()
+        assert again.serve is not None
+        assert again.serve.wait(60.0) != 0, "a second serve on one data directory must be refused"
+        assert str(system.pid("serve")) in again.log_tail(), "the refusal names the process that has it"
+
+        body = h.chat(system, h.prompts(seed=56, count=1)[0], tokens=800)
+        answer = system.stream(
+            h.CHAT, body, watch=h.after(5, lambda answer: os.kill(system.pid("serve"), signal.SIGTERM))
+        )
+        h.assert_whole(answer)
+        assert system.stop() == 0, system.log_tail()
+    finally:
+        system.close()
+    assert not system.paths.lane_dir.exists()
+
+
+def test_tiny_killed_serve_takes_gateway_and_host_along(tiny: System) -> None:
+    """Nothing listens on behalf of a supervisor that is gone; the next serve has everything again."""
+    gateway, host = tiny.pid("gateway"), tiny.pid("host")
+    assert tiny.serve is not None
+    tiny.serve.kill()
+    tiny.serve.wait(10.0)
+    wait_for("the end of gateway and host", lambda: not alive(gateway) and not alive(host), 10.0)
+    before = {name: tiny.pid(name) for name in ("e0", "e1")}
+    tiny.start()
+    assert {name: tiny.pid(name) for name in ("e0", "e1")} == before, "a restarted system adopts engines that still run"
+    h.assert_whole(tiny.stream(h.CHAT, h.chat(tiny, "Still here?", tokens=8)))

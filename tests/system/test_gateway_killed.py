@@ -1,0 +1,71 @@
+"""Case 5: the gateway is killed in mid-stream; the client resumes by cursor at the new one; no engine is touched."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+
+from bench.driver import DriverError, System
+from bench.sse import Answer
+from tests.system import harness as h
+
+
+def resume_when_back(system: System, answer: Answer, **options: object) -> Answer:
+    """Try again until the new gateway answers, as a client with a reconnect loop does."""
+
+    def attempt() -> bool:
+        try:
+            system.resume(answer, **options)  # type: ignore[arg-type]
+        except (OSError, http.client.HTTPException, DriverError):
+            return False
+        return not answer.broken
+
+    system.wait("the stream at a new gateway", attempt, 30.0, every_s=0.02)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("headers", "by"),
+    [({}, "header"), ({"X-Session-Id": "case-5"}, "query")],
+    ids=["anonymous, by header", "session, by query"],
+)
+def test_demo_gateway_killed_client_resumes_by_cursor(
+    demo: System, reference: System, headers: dict[str, str], by: str
+) -> None:
+    seed = 71 + len(headers)
+    want = reference.stream(h.COMPLETIONS, h.story(reference, seed, h.SAMPLED, tokens=32))
+    before = {engine.id: engine.pid for engine in demo.engines()}
+    gateway = demo.pid("gateway")
+    kill = h.after(10, lambda answer: demo.signal("gateway"))
+    got = demo.stream(h.COMPLETIONS, h.story(demo, seed, h.SAMPLED, tokens=32), headers=headers, watch=kill)
+    assert got.broken, "the client must have lost its connection"
+    resume_when_back(demo, got, by=by)
+    h.assert_same(got, want, "gateway killed after 10 tokens")
+    assert demo.pid("gateway") not in (0, gateway)
+    h.settled(demo)
+    assert {engine.id: engine.pid for engine in demo.engines()} == before, "an engine was restarted"
+    whole = demo.fetch(got.stream_id)
+    assert [(e.id, e.data) for e in whole.events] == [(e.id, e.data) for e in got.events]
+
+
+def test_tiny_gateway_killed_twice_and_engine_once_in_one_answer(tiny: System) -> None:
+    body = h.chat(tiny, h.prompts(seed=74, count=1)[0], tokens=1200)
+    want = tiny.stream(h.CHAT, body)
+    h.settled(tiny)
+    got = tiny.stream(h.CHAT, body, watch=h.after(20, lambda answer: tiny.signal("gateway")))
+    assert got.broken
+    resume_when_back(tiny, got, watch=h.after(len(got.tokens) + 50, h.killer(tiny)))
+    h.assert_same(got, want, "gateway and engine killed")
+
+
+def test_tiny_cursor_gives_exactly_what_comes_after_each_event(tiny: System) -> None:
+    """A finished stream from every event on, by header and by query."""
+    stream = tiny.stream(h.CHAT, h.chat(tiny, h.prompts(seed=75, count=1)[0], tokens=12, store=True))
+    h.assert_whole(stream)
+    for index in range(len(stream.events)):
+        for by in ("header", "query"):
+            part = Answer(stream_id=stream.stream_id, events=stream.events[: index + 1])
+            tiny.resume(part, by=by)  # type: ignore[arg-type]
+            assert [(e.id, e.data) for e in part.events] == [(e.id, e.data) for e in stream.events], (index, by)
+    assert tiny.call("GET", "/v1/streams/no-such-stream")[0] == 404

@@ -1,0 +1,125 @@
+"""Who starts, watches and ends whom: `serve`, nursery, adoption, orphans, and the commands beside a running system."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.driver import System, wait_for
+from tests.system import harness
+
+ORPHANS_END_S = 15 + 10  # an engine waits 15 s for a host agent, and looks once a second
+
+
+@pytest.fixture
+def own(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
+    """A system of one test's own, to be damaged at will."""
+    settings = {"engine": harness.ONE_THREAD, "tiers": harness.SMALL_LANES}
+    system = System(tiny_model, tmp_path / "data", engines=2, settings=settings)
+    try:
+        yield system.start()
+    finally:
+        system.close()
+
+
+def answers(system: System) -> bool:
+    return system.call("POST", harness.CHAT, harness.chat(system, "hello", tokens=4))[0] == 200
+
+
+def engine_pids(system: System) -> dict[str, int]:
+    return {engine.id: engine.pid for engine in system.ready_engines()}
+
+
+def concordia(system: System, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("concordia")), *arguments, "--data-dir", str(system.paths.data_dir)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_tiny_nursery_killed_engines_go_on_and_the_next_start_finds_a_new_one(tiny: System) -> None:
+    before, nursery = engine_pids(tiny), tiny.signal("nursery")
+    tiny.wait("a new nursery", lambda: tiny.pid("nursery") not in (0, nursery))
+    assert engine_pids(tiny) == before
+    victim = tiny.signal("e0")
+    tiny.wait("a new engine", lambda: tiny.pid("e0") not in (0, victim))
+    tiny.wait_ready()
+    assert answers(tiny)
+
+
+def test_tiny_nursery_and_engine_killed_at_once(tiny: System) -> None:
+    victim = tiny.pid("e0")
+    tiny.signal("nursery")
+    tiny.signal("e0")
+    tiny.wait("a new engine", lambda: tiny.pid("e0") not in (0, victim))
+    tiny.wait_ready()
+    assert answers(tiny)
+
+
+def test_tiny_host_agent_and_engine_killed_at_once(tiny: System) -> None:
+    victim, host = tiny.pid("e0"), tiny.signal("host")
+    os.kill(victim, signal.SIGKILL)
+    tiny.wait("a new host agent", lambda: tiny.pid("host") not in (0, host))
+    tiny.wait("a new engine", lambda: tiny.pid("e0") not in (0, victim))
+    tiny.wait_ready()
+    assert answers(tiny)
+
+
+def test_serve_killed_and_started_again_adopts_the_engines(own: System) -> None:
+    before = engine_pids(own)
+    assert own.serve is not None
+    own.serve.kill()
+    own.serve.wait(10)
+    own.start()
+    assert engine_pids(own) == before
+    assert answers(own)
+
+
+def test_serve_killed_for_good_leaves_no_process(own: System) -> None:
+    assert own.serve is not None
+    own.serve.kill()
+    own.serve.wait(10)
+    deadline = time.monotonic() + ORPHANS_END_S
+    while own.processes():
+        assert time.monotonic() < deadline, f"orphans: {own.processes()}"
+        time.sleep(0.1)
+
+
+def test_a_second_serve_is_refused_and_harms_nothing(own: System) -> None:
+    second = concordia(own, "serve", "--model", own.model, "--port", str(own.port + 1))
+    assert second.returncode == 5
+    assert f"pid {own.pid('serve')}" in second.stderr
+    assert answers(own)
+
+
+def test_commands_beside_a_running_system_and_after_it(own: System) -> None:
+    assert answers(own)
+    place = ("--port", str(own.port))
+    shown = json.loads(concordia(own, "status", "--json", *place).stdout)
+    assert {row["name"] for row in shown["processes"]} == {"serve", "gateway", "host", "keeper", "nursery", "e0", "e1"}
+    assert {row["id"] for row in shown["engines"]} == {"e0", "e1"}
+    assert concordia(own, "verify").returncode == 0
+    assert own.stop() == 0
+    assert not list(own.paths.lane_dir.glob("*.sock"))
+    assert not list(own.paths.lane_dir.glob("*.pid"))
+    assert concordia(own, "status", *place).returncode == 4
+    verified = json.loads(concordia(own, "verify", "--json").stdout)
+    assert verified["ok"]
+    assert verified["checked"]["sequences"] >= 1
+
+
+def test_a_second_signal_kills_what_the_first_waits_for(own: System) -> None:
+    assert own.serve is not None
+    own.signal("gateway", signal.SIGSTOP)  # it can't drain
+    own.serve.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        own.serve.wait(1.0)
+    own.serve.send_signal(signal.SIGINT)
+    own.serve.wait(10.0)
+    wait_for("an end of every process", lambda: not own.processes(), 10.0)

@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
+from tiers import keeper as keeper_file
+from tiers import keeper_client
+from tiers import store as store_file
+from tiers.errors import BadBlock, KeeperAway, LaneFull, StoreFailed, TierError
+from tiers.keeper import Drain, Keeper
+from tiers.lane import LaneReader, data_offset
+from tiers.lock import is_held
+from tiers.store import Store
+
+TOKENS = some_tokens(5 * BLOCK + 3)
+REPOSITORY = Path(__file__).parents[2]
+
+
+def stored(world: World) -> dict[str, int]:
+    store = Store(world.paths.store, map_bytes=world.settings.store_map_bytes)
+    with store.snapshot() as view:
+        counts = {name: view.count(name) for name in ("blocks", "children", "tails", "sequences", "roots")}
+    store.close()
+    return counts
+
+
+# ---------------------------------------------------------------- the drain, in this process
+
+
+def test_blocks_and_tail_of_one_sequence(world: World) -> None:
+    world.capture(world.lane(), "a", TOKENS, [43])
+    assert world.drain()["blocks_put"] == 5
+    assert stored(world) == {"blocks": 5, "children": 5, "tails": 1, "sequences": 1, "roots": 1}
+
+
+def test_pieces_of_one_drain_are_grouped(world: World) -> None:
+    world.capture(world.lane(), "a", TOKENS, range(1, 8))
+    assert world.drain()["tails_put"] == 1
+    assert stored(world)["tails"] == 1
+
+
+def test_whole_block_supersedes_its_pieces(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [3])
+    world.drain()
+    append_rows(lane, "a", 3, TOKENS[3:5])
+    world.drain()
+    assert stored(world)["tails"] == 2
+    append_rows(lane, "a", 5, TOKENS[5:8])
+    world.drain()
+    assert (stored(world)["tails"], stored(world)["blocks"]) == (0, 1)
+
+
+def test_tail_of_an_ended_sequence_goes_when_another_completes_the_block(world: World) -> None:
+    lane = world.lane()
+    other = TOKENS.copy()
+    other[2] += 1
+    for name, tokens in (("ended", TOKENS), ("branched", other), ("open", TOKENS)):
+        world.capture(lane, name, tokens, [5])
+    lane.append_close(sequence("ended"), 1, 5)
+    lane.append_close(sequence("branched"), 1, 5)
+    world.drain()
+    world.capture(lane, "b", TOKENS, [8])
+    world.drain()
+    assert stored(world)["tails"] == 2  # of the branch, and of the one that may go on
+    assert world.restorable(other) == 5
+
+
+def test_shared_blocks_are_stored_once(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [40])
+    branch = TOKENS.copy()
+    branch[25:] += 1
+    world.capture(lane, "b", branch, [40])
+    counts = world.drain()
+    assert (counts["blocks_put"], counts["blocks_shared"]) == (5 + 2, 3)
+    assert stored(world)["blocks"] == 7
+    assert world.restorable(TOKENS) == world.restorable(branch) == 40
+
+
+def test_replay_after_a_crash_between_commit_and_tail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [3, 20, 43])
+    lane.append_close(sequence("a"), 1, 43)
+
+    def crash(self: LaneReader, number: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LaneReader, "advance_tail", crash)
+        drain = Drain(world.paths, world.settings)
+        with pytest.raises(KeyboardInterrupt):
+            drain.step()
+        drain.close()
+    before = stored(world)
+    assert lane.tail == 0
+    counts = world.drain()
+    assert counts.get("blocks_put", 0) == 0 and counts.get("tails_put", 0) == 0
+    assert stored(world) == before and lane.tail == lane.head
+    assert world.restorable(TOKENS) == 43
+
+
+def test_group_that_fails_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.capture(world.lane(), "a", TOKENS, [3, 43])
+    drain = Drain(world.paths, world.settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_file.Group, "put_tail", lambda *_: (_ for _ in ()).throw(StoreFailed("EIO")))
+        with pytest.raises(StoreFailed):
+            drain.step()
+    assert drain.counts["blocks_put"] == 0 and drain.counts["store_failures"] == 1
+    drain._retry_at = 0
+    drain.flush(sync=True)
+    assert drain.counts["blocks_put"] == 5 and not drain.failing
+    drain.close()
+    assert world.restorable(TOKENS) == 43
+
+
+def test_full_map_keeps_records_in_the_lane(world: World) -> None:
+    small = World(world.paths, dataclasses.replace(world.settings, store_map_bytes=1 << 17))
+    lane = world.lane()
+    world.capture(lane, "a", some_tokens(800), [800])
+    drain = Drain(small.paths, small.settings)
+    with pytest.raises(StoreFailed, match="map is full"):
+        drain.flush(sync=False)
+    assert lane.tail < lane.head and drain.failing
+    with pytest.raises(StoreFailed):
+        drain.step()  # not tried again at once
+    drain.close()
+    world.drain()
+    assert world.restorable(some_tokens(800)) == 800
+
+
+def test_full_disk_is_named_and_got_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [43])
+    drain = Drain(world.paths, world.settings)
+    monkeypatch.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(StoreFailed, match="disk is full"):
+        drain.step()
+    assert "disk is full" in drain.stats()["failing"]
+    monkeypatch.undo()
+    drain._retry_at = 0
+    drain.flush(sync=False)
+    assert drain.stats()["failing"] == "" and lane.tail == lane.head
+    drain.close()
+
+
+def test_flipped_record_never_becomes_a_block(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [8, 16, 24])
+    reader = LaneReader.open(world.paths.lane("e0"))
+    record = reader.records(0)[2]
+    flip(world.paths.lane("e0"), data_offset(64) + record.payload_offset + 100)
+    counts = world.drain()
+    assert counts["bad_records"] == 1 and counts["gap"] == 1 and counts["blocks_put"] == 1
+    assert lane.tail == lane.head
+    assert world.restorable(TOKENS) == 8
+    world.capture(lane, "again", TOKENS, [43], start=8)
+    world.drain()
+    assert world.restorable(TOKENS) == 43
+
+
+def test_flipped_entry_is_passed_over(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [8])
+    flip(world.paths.lane("e0"), 2 * 4096 + 30)  # the OPEN record's sequence
+    counts = world.drain()
+    assert counts["bad_records"] == 1 and counts["orphan"] == 1
+    assert lane.tail == lane.head
+
+
+def test_frame_of_the_wrong_size_is_a_bad_record(world: World) -> None:
+    lane = world.lane()
+    lane.append_open(sequence("a"), 1, ROOT, LAYOUT, BLOCK, "default", "s", "a", TOKENS[:0])
+    reservation = lane.reserve_rows(dataclasses.replace(LAYOUT, groups=((1, 8),)), 4)
+    reservation.commit(sequence("a"), 1, 0, TOKENS[:4])
+    assert world.drain()["bad_records"] == 1
+
+
+def test_flipped_tail_piece_never_becomes_part_of_a_block(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [5])
+    world.drain()
+    data = world.paths.store / "data.mdb"
+    flip(data, data.read_bytes().find(rows(0, TOKENS[:5]).tobytes()) + 3)
+    append_rows(lane, "a", 5, TOKENS[5:16])
+    counts = world.drain()
+    assert counts["bad_blocks"] == 1 and counts["blocks_put"] == 1
+    with pytest.raises(BadBlock):
+        world.restorable(TOKENS)
+
+
+def test_record_of_an_older_epoch_is_refused_once_the_newer_one_began(world: World) -> None:
+    old, new = world.lane("e0"), world.lane("e1")
+    world.capture(old, "old", TOKENS, [8], stream="chat")
+    world.capture(new, "new", TOKENS, [9], start=8, epoch=2, stream="chat")
+    world.drain()
+    append_rows(old, "old", 8, TOKENS[8:20])  # a fenced engine that isn't dead
+    assert world.drain()["stale_records"] == 1
+    assert world.restorable(TOKENS) == 9
+    world.capture(old, "older", TOKENS, [20], stream="chat")
+    assert world.drain()["stale_records"] == 1
+
+
+def test_what_a_fenced_engine_captured_before_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The successor leans on it, whichever lane is drained first, also by a keeper that starts in between."""
+    monkeypatch.setattr(keeper_file, "GROUP_RECORDS", 1)
+    successor, dead = world.lane("e0"), world.lane("e1")
+    world.capture(dead, "old", TOKENS, [8, 16, 20], stream="chat")
+    world.capture(successor, "new", TOKENS, [43], start=16, epoch=2, stream="chat")
+    while dead.tail < dead.head or successor.tail < successor.head:
+        drain = Drain(world.paths, world.settings)
+        drain.step()
+        assert drain.counts["stale_records"] == 0
+        drain.close()
+    assert world.restorable(TOKENS) == 43
+
+
+def test_forget_deletes_up_to_what_others_need(world: World) -> None:
+    lane = world.lane()
+    branch = TOKENS.copy()
+    branch[20:] += 1
+    world.capture(lane, "a", TOKENS, [43], session="gone")
+    world.capture(lane, "b", branch, [43], session="stays")
+    for name in "ab":
+        lane.append_close(sequence(name), 1, 43)
+    drain = world.drained()
+    assert drain.forget(ROOT, "default", TOKENS, "gone") == {"blocks": 3, "tails": 1, "sequences": 1}
+    assert drain.forget(ROOT, "default", TOKENS, "gone") == {"blocks": 0, "tails": 0, "sequences": 0}
+    assert drain.forget(ROOT, "another tenant", branch) == {"blocks": 0, "tails": 0, "sequences": 0}
+    drain.close()
+    assert world.restorable(branch) == 43 and world.restorable(TOKENS) == 20
+    drain = world.drained()
+    drain.forget(ROOT, "default", branch, "stays")
+    drain.close()
+    assert stored(world) == {"blocks": 0, "children": 0, "tails": 0, "sequences": 0, "roots": 1}
+
+
+def test_store_that_a_power_loss_found_unsynced_is_set_aside(world: World) -> None:
+    unsafe = World(world.paths, dataclasses.replace(world.settings, durability="process"))
+    unsafe.capture(world.lane(), "a", TOKENS, [43])
+    unsafe.drain()
+    marker = world.paths.store / "unsynced"
+    assert not marker.exists()  # closed properly
+    assert world.restorable(TOKENS) == 43
+    marker.write_text("another boot")
+    store = Store(world.paths.store, map_bytes=1 << 24)
+    assert not marker.exists()
+    store.close()
+    assert stored(world)["blocks"] == 0
+    assert (world.paths.store / "damaged" / "data.mdb").exists()
+
+
+# ---------------------------------------------------------------- the process
+
+
+@contextmanager
+def keeper_process(
+    world: World, *, wait: bool = True, orphan_s: float = 0, **settings: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    fields = {**dataclasses.asdict(world.settings), "drain_interval_ms": 5, **settings}
+    command = [sys.executable, "-m", "tiers.keeper", "--data-dir", str(world.paths.data_dir)]
+    command += [
+        "--lane-dir",
+        str(world.paths.lane_dir),
+        "--settings-json",
+        json.dumps(fields),
+        "--orphan-s",
+        str(orphan_s),
+    ]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    try:
+        if wait:
+            ask(lambda: keeper_client.stats(world.paths.keeper_socket))
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def ask(question, deadline_s: float = 10):  # type: ignore[no-untyped-def]
+    """Repeat a question until the keeper answers it."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            return question()
+        except KeeperAway:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+
+
+def test_lanes_may_appear_after_the_keeper(world: World) -> None:
+    with keeper_process(world):
+        assert keeper_client.drain(world.paths.keeper_socket) == {}
+        lane = world.lane()
+        world.capture(lane, "a", TOKENS, [43])
+        assert keeper_client.drain(world.paths.keeper_socket, sync=True) == {"e0": 2}
+        assert world.restorable(TOKENS) == 43
+        stats = keeper_client.stats(world.paths.keeper_socket)
+        assert stats["blocks_put"] == 5 and stats["stored_tails"] == 1 and stats["unsynced_ms"] == 0
+
+
+def test_killed_keepers_lose_nothing(world: World) -> None:
+    """Records are appended without pause while keepers are killed at random instructions, one after the other."""
+    seed = int(time.time())
+    print("seed", seed)
+    random = np.random.default_rng(seed)
+    lane = world.lane()
+    tokens = some_tokens(6000, seed=seed)
+    world.capture(lane, "a", tokens, [])
+    position = 0
+    for _ in range(4):
+        with keeper_process(world, wait=False) as process:
+            ask(lambda: keeper_client.stats(world.paths.keeper_socket))
+            kill_at = time.monotonic() + random.uniform(0.01, 0.08)
+            while time.monotonic() < kill_at and position < 5900:
+                size = int(random.integers(1, 20))
+                try:
+                    append_rows(lane, "a", position, tokens[position : position + size])
+                    position += size
+                except LaneFull:
+                    time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+        world.paths.keeper_socket.unlink(missing_ok=True)
+        assert world.restorable(tokens) == position
+    with keeper_process(world):
+        keeper_client.drain(world.paths.keeper_socket)
+    assert lane.tail == lane.head
+    assert world.restorable(tokens) == position > 100
+
+
+def test_everything_captured_is_restorable_at_any_moment(world: World) -> None:
+    """While the keeper moves it from the lane to the disk, through several laps of the ring, one finder always finds all of it."""
+    lane = world.lane()
+    tokens = some_tokens(402)
+    world.capture(lane, "a", tokens, [])
+    finder = world.finder()
+    with keeper_process(world, drain_interval_ms=1):
+        position = 0
+        while position < 402:
+            try:
+                append_rows(lane, "a", position, tokens[position : position + 3])
+                position += 3
+            except LaneFull:
+                pass
+            assert read_all(finder, tokens[:position])[0] == position
+    assert lane.head > 2 * world.settings.lane_record_count
+    finder.close()
+
+
+def test_sigterm_drains_and_syncs(world: World) -> None:
+    with keeper_process(world, drain_interval_ms=60_000) as process:
+        lane = world.lane()
+        world.capture(lane, "a", TOKENS, [43])
+        process.terminate()
+        assert process.wait(10) == 0
+    assert lane.tail == lane.head
+    assert not world.paths.keeper_socket.exists()
+    assert stored(world)["blocks"] == 5
+
+
+def test_keeper_survives_a_full_map_and_says_so(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", some_tokens(800), [800])
+    with keeper_process(world, store_map_bytes=1 << 17) as process:
+        with pytest.raises(StoreFailed, match="map is full"):
+            keeper_client.drain(world.paths.keeper_socket)
+        assert "map is full" in keeper_client.stats(world.paths.keeper_socket)["failing"]
+        assert process.poll() is None and lane.tail < lane.head
+    with keeper_process(world):
+        keeper_client.drain(world.paths.keeper_socket)
+    assert world.restorable(some_tokens(800)) == 800
+
+
+def test_keeper_ends_when_no_host_agent_is_left(world: World) -> None:
+    world.capture(world.lane(), "a", TOKENS, [43])
+    with open(world.paths.host_lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert is_held(world.paths.host_lock)
+        with keeper_process(world, orphan_s=0.3) as process:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.6)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert not is_held(world.paths.host_lock)
+            assert process.wait(10) == 0
+    assert world.restorable(TOKENS) == 43
+
+
+def test_second_keeper_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_file, "LOCK_WAIT_S", 0.05)
+    with keeper_process(world):
+        with pytest.raises(SystemExit, match="another keeper"):
+            Keeper(world.paths, world.settings)
+
+
+def test_bad_requests_are_answered(world: World) -> None:
+    with keeper_process(world):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(5)
+            connection.connect(str(world.paths.keeper_socket))
+            reader = connection.makefile("r")
+            for line in (
+                "not json",
+                "[]",
+                "{}",
+                '{"op": "dance"}',
+                '{"op": "forget"}',
+                '{"op": "forget", "root": "zz"}',
+            ):
+                connection.sendall(line.encode() + b"\n")
+                answer = json.loads(reader.readline())
+                assert answer["ok"] is False and answer["error"]
+        with pytest.raises(TierError):
+            keeper_client.forget(world.paths.keeper_socket, ROOT, "default", ["x"])  # type: ignore[list-item]
+        assert keeper_client.forget(world.paths.keeper_socket, ROOT, "default", [1])["blocks"] == 0
+
+
+async def test_async_client(world: World) -> None:
+    with pytest.raises(KeeperAway):
+        await keeper_client.adrain(world.paths.keeper_socket)
+    world.capture(world.lane(), "a", TOKENS, [43])
+    with keeper_process(world):
+        assert await keeper_client.adrain(world.paths.keeper_socket, sync=True) == {"e0": 2}
+        assert (await keeper_client.astats(world.paths.keeper_socket))["records"] == 2
+        deleted = await keeper_client.aforget(world.paths.keeper_socket, ROOT, "default", TOKENS.tolist())
+        assert deleted == {"blocks": 0, "tails": 1, "sequences": 0} or deleted["blocks"] == 5
+
+
+def test_client_has_a_deadline(world: World) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(world.paths.keeper_socket))
+        listener.listen(1)
+        with pytest.raises(KeeperAway, match="timed out"):
+            keeper_client.drain(world.paths.keeper_socket, timeout_s=0.05)
+
+
+def test_tiers_import_no_torch() -> None:
+    names = sorted(path.stem for path in (REPOSITORY / "tiers").glob("*.py") if path.stem != "__init__")
+    check = "import sys; assert not {'torch', 'engine', 'gateway', 'ops'} & set(sys.modules)"
+    script = "\n".join([f"import tiers.{name}" for name in names] + [check])
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=30)

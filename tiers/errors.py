@@ -1,0 +1,104 @@
+"""What can go wrong in the tiers, grouped by what the caller does next.
+
+    TierError
+    ├── Retry          nothing is lost: try again after the keeper drained
+    │   ├── LaneFull       no room in the ring or its directory
+    │   ├── LaneBusy       another process still holds the lane as its writer
+    │   └── KeeperAway     the keeper didn't answer within the deadline
+    ├── Lost           that copy is unusable: take another one, or recompute
+    │   ├── BadRecord      a record of a lane: overwritten, torn or flipped
+    │   └── BadBlock       a block or tail piece of the store: missing, torn or flipped
+    ├── Refused        stop: the request can't be right
+    │   ├── StaleEpoch     another engine owns the stream by now
+    │   ├── OtherFormat    the file was written by another version or with another geometry
+    │   └── TooLarge       a record that no lane of this size can ever hold
+    └── Poisoned       close and open again
+        └── StoreFailed    LMDB refused: disk full, map full or an input/output error
+
+Each carries where (file, session, token range) in its text and one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+
+class TierError(Exception):
+    """Root of all errors of `tiers`."""
+
+    hint = ""
+
+    def __init__(self, what: str, *, where: str = "", cause: str = "") -> None:
+        self.what, self.where, self.cause = what, where, cause
+        parts = [what] + ([f"at {where}"] if where else []) + ([f"({cause})"] if cause else [])
+        super().__init__(" ".join(parts) + (f". {self.hint}" if self.hint else ""))
+
+
+class Retry(TierError):
+    """Nothing is lost; try again."""
+
+
+class LaneFull(Retry):
+    """The lane has no room for this record until the keeper has drained some."""
+
+    hint = "Nothing is lost: capture the same rows again after the keeper drained"
+
+
+class LaneBusy(Retry):
+    """Another writer holds this lane."""
+
+    hint = "Make sure that the engine of that name is dead (fenced), then open the lane again"
+
+
+class KeeperAway(Retry):
+    """The keeper doesn't answer."""
+
+    hint = "State stays in the lanes; the host agent restarts the keeper, ask again then"
+
+
+class Lost(TierError):
+    """This copy of a token range can't be used."""
+
+
+class BadRecord(Lost):
+    """A lane record is gone, torn or flipped."""
+
+    hint = "Look for the range in the store, or compute it again"
+
+
+class BadBlock(Lost):
+    """A stored block or tail piece is gone, torn or flipped."""
+
+    hint = "Compute the range again; `concordia verify` lists every bad block"
+
+
+class Refused(TierError):
+    """The request can't be right; don't repeat it."""
+
+
+class StaleEpoch(Refused):
+    """A record of an older epoch than the stream's newest."""
+
+    hint = "Another engine owns the stream: drop what this one has of it"
+
+
+class OtherFormat(Refused):
+    """A file of another version or geometry."""
+
+    hint = "Use a fresh file, or the version that wrote this one"
+
+
+class TooLarge(Refused):
+    """A record that can never fit."""
+
+    hint = "Raise lane_bytes or capture fewer tokens in one record"
+
+
+class Poisoned(TierError):
+    """The object can't be used any more; open it again."""
+
+
+class StoreFailed(Poisoned):
+    """LMDB refused a write or a read."""
+
+    hint = (
+        "Serving goes on without durability: free disk space or raise store_map_bytes, the keeper tries again by itself"
+    )

@@ -1,0 +1,603 @@
+"""The lane: one engine's log in shared memory. Stage *append* (LaneWriter, engine's step thread) and its readers (keeper, engines).
+
+A file of one header page, one page of the keeper's, a directory of 128-byte entries and a ring of payloads. One writer,
+many readers, no locks between them: payload first, then the entry, then the entry's commit word (record number + 1),
+so that a reader that sees the word sees the record; each entry and each payload also has a checksum. A reader that finds no
+commit word has found the end of the log. A record is freed when the keeper moves the tail past it.
+Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import structlog
+from xxhash import xxh3_64_intdigest
+
+from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
+from tiers.layout import Layout, RootId, SequenceId
+from tiers.pages import populate_read
+
+log = structlog.get_logger()
+
+PAGE = 4096
+LANE_MAGIC = b"CONCLANE"
+LANE_VERSION = 1
+ENTRY_MAGIC = 0x43455243  # b"CREC"
+ENTRY_VERSION = 1
+ENTRY_BYTES = 128
+DIRECTORY_OFFSET = 2 * PAGE
+ALIGN = 64
+
+# Page 0: magic, version, entry bytes, record count, ring bytes, lane id, then a checksum of those.
+GEOMETRY = struct.Struct("<8sIIQQQ")
+# 8-byte words, by index from the start of the file.
+GEOMETRY_CHECK_WORD = GEOMETRY.size // 8
+INCARNATION_WORD = 16
+RESERVED_WORD = (
+    24  # end of the newest reservation, monotonic bytes: what lies a ring's length below it may be overwritten
+)
+TAIL_WORD = PAGE // 8  # the keeper's page: first record that is not freed
+# Entry: magic, version, type, number, epoch, sequence, token_start, token_end, payload offset, payload bytes, payload checksum
+ENTRY = struct.Struct("=IHHQQ16sIIQQQ")
+ENTRY_CHECK = ENTRY.size // 8  # word: checksum of the entry's bytes before it
+COMMIT = ENTRY_BYTES // 8 - 1  # word: record number + 1, last written
+_entry_view = np.dtype([("body", "V120"), ("commit", "<u8")])
+
+
+class RecordType(IntEnum):
+    BAD = 0  # committed, but its entry is flipped: nothing in it can be trusted; never written
+    OPEN = 1
+    ROWS = 2
+    CLOSE = 3
+
+
+class RecordHeader(NamedTuple):
+    """A committed entry. payload_offset is monotonic; its place in the ring is payload_offset % lane_bytes."""
+
+    number: int
+    type: int
+    epoch: int
+    sequence: SequenceId
+    token_start: int
+    token_end: int
+    payload_offset: int
+    payload_bytes: int
+    checksum: int
+
+    @property
+    def token_count(self) -> int:
+        return self.token_end - self.token_start
+
+
+class OpenPayload(msgspec.Struct, frozen=True):
+    """Payload of an OPEN record, msgpack: everything that later records of the sequence lean on.
+
+    tokens  int32 little-endian of [0, token_start); token_start is a multiple of block_tokens
+    """
+
+    root: bytes
+    layout: list[tuple[int, int]]
+    block_tokens: int
+    namespace: str
+    session: str
+    stream: str
+    token_start: int
+    tokens: bytes
+
+
+_encode_open = msgspec.msgpack.Encoder().encode
+_decode_open = msgspec.msgpack.Decoder(OpenPayload).decode
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to a multiple of 64."""
+    return (size + ALIGN - 1) & -ALIGN
+
+
+def tokens_bytes(token_count: int) -> int:
+    """Bytes of the token part of a ROWS payload: what stands before its frame."""
+    return padded(4 * token_count)
+
+
+# ---------------------------------------------------------------- write
+
+
+class Reservation:
+    """Room for one ROWS record at the end of the lane. Fill `frame`, then `commit`; a new reservation drops an older one.
+
+    frame  writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
+    """
+
+    __slots__ = ("frame", "token_count", "_lane", "_offset", "_payload", "_tokens")
+
+    def __init__(self, lane: LaneWriter, offset: int, token_count: int, payload: np.ndarray, frame_start: int) -> None:
+        self._lane = lane
+        self._offset = offset
+        self._payload = payload
+        self._tokens = payload[:frame_start]
+        self.token_count = token_count
+        self.frame = payload[frame_start:]
+
+    def commit(self, sequence: SequenceId, epoch: int, token_start: int, tokens: Any) -> int:
+        """Publish the rows of [token_start, token_start + token_count) and return the record's number.
+
+        tokens  ids of those positions, int32 array or list, token_count long
+        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call
+        """
+        lane = self._lane
+        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        count = self.token_count
+        packed = np.ascontiguousarray(tokens, dtype="<i4")
+        assert packed.size == count, f"{packed.size} tokens for {count} rows"
+        self._tokens[: 4 * count] = packed.view(np.uint8)
+        self._tokens[4 * count :] = 0
+        lane._reservation = None
+        return lane._commit(
+            RecordType.ROWS, sequence, epoch, token_start, token_start + count, self._offset, self._payload
+        )
+
+
+class LaneWriter:
+    """The single writer of a lane. Not thread-safe: one thread of one process appends.
+
+    `open` continues after the last committed record of an existing file, whose warm pages are reused.
+    """
+
+    def __init__(
+        self, path: Path, file: int, lane_id: int, lane_bytes: int, record_count: int, incarnation: int
+    ) -> None:
+        self.path = path
+        self.lane_id = lane_id
+        self.lane_bytes = lane_bytes
+        self.record_count = record_count
+        self._file = file
+        self._map = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self._memory: memoryview = memoryview(self._map)
+        self._words = self._memory.cast("Q")
+        data = data_offset(record_count)
+        self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
+        self._reservation: Reservation | None = None
+        self._words[INCARNATION_WORD] = incarnation
+        self._head, self._head_bytes = self._find_head()
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, lane_bytes: int, record_count: int, incarnation: int, busy_s: float = 5.0
+    ) -> LaneWriter:
+        """Open the lane at `path` for appending; make, allocate and prefault it if there is none of this geometry.
+
+        A lane of another geometry that still holds records is set aside as `<name>~<n>.lane`, for the keeper to drain and remove.
+        Cost    of a new file: first touch of all its pages, 0.6 GB/s; of an existing one: a mapping, well under 0.1 s a GB
+        Raises  LaneBusy (a writer holds it for longer than busy_s), OSError ENOSPC (shared memory is full)
+        """
+        path = Path(path)
+        lane_bytes = (lane_bytes + PAGE - 1) & -PAGE
+        lane_id = _usable_lane(path, lane_bytes, record_count, busy_s)
+        if lane_id is None:
+            lane_id = _make_lane(path, lane_bytes, record_count)
+        file = _lock_writer(path, busy_s)
+        lane = cls(path, file, lane_id, lane_bytes, record_count, incarnation)
+        log.info(
+            "lane.opened",
+            lane=path.stem,
+            head=lane.head,
+            tail=lane.tail,
+            lane_bytes=lane_bytes,
+            incarnation=incarnation,
+        )
+        return lane
+
+    def _find_head(self) -> tuple[int, int]:
+        """Number and monotonic offset after the last committed record."""
+        number = self.tail
+        last = self._entry(number - 1) if number else None
+        while (header := self._entry(number)) is not None:
+            last, number = header, number + 1
+        if last is None or last.type == RecordType.BAD:
+            # No entry to lean on: the newest reservation is above every payload that was ever written.
+            return number, padded(self._words[RESERVED_WORD])
+        return number, last.payload_offset + padded(last.payload_bytes)
+
+    def _entry(self, number: int) -> RecordHeader | None:
+        at = self._entry_offset(number)
+        if self._words[(at >> 3) + COMMIT] != number + 1:
+            return None
+        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number)
+
+    def _entry_offset(self, number: int) -> int:
+        return DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
+
+    @property
+    def head(self) -> int:
+        """Number of the next record."""
+        return self._head
+
+    @property
+    def tail(self) -> int:
+        """First record that the keeper has not freed."""
+        return self._words[TAIL_WORD]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the ring that no unfreed record uses. A payload is contiguous, so a little less can be had in one piece."""
+        return self.lane_bytes - (self._head_bytes - self._tail_bytes())
+
+    def _tail_bytes(self) -> int:
+        tail = self._words[TAIL_WORD]
+        if tail >= self._head:
+            return self._head_bytes
+        # Entry `tail` is not freed, so this writer has not reused its slot.
+        return ENTRY.unpack_from(self._memory, self._entry_offset(tail))[8]
+
+    def reserve_rows(self, layout: Layout, token_count: int) -> Reservation:
+        """Room for the rows of `token_count` tokens. Raises LaneFull (retry after a drain), TooLarge (never fits)."""
+        frame_start = tokens_bytes(token_count)
+        offset, payload = self._reserve(frame_start + layout.frame_bytes(token_count))
+        self._reservation = reservation = Reservation(self, offset, token_count, payload, frame_start)
+        return reservation
+
+    def append_open(
+        self,
+        sequence: SequenceId,
+        epoch: int,
+        root: RootId,
+        layout: Layout,
+        block_tokens: int,
+        namespace: str,
+        session: str,
+        stream: str,
+        prefix_tokens: np.ndarray,
+    ) -> int:
+        """Begin a sequence whose rows start at len(prefix_tokens), a multiple of block_tokens. Returns the record's number.
+
+        The rows of prefix_tokens themselves are found by block id: in the store, or in a lane under another sequence.
+        Raises LaneFull, TooLarge
+        """
+        token_start = len(prefix_tokens)
+        assert token_start % block_tokens == 0, "a sequence's rows start at a block's start"
+        tokens = np.ascontiguousarray(prefix_tokens, dtype="<i4").tobytes()
+        groups = list(layout.groups)
+        body = _encode_open(OpenPayload(root, groups, block_tokens, namespace, session, stream, token_start, tokens))
+        offset, payload = self._reserve(len(body))
+        payload[:] = np.frombuffer(body, dtype=np.uint8)
+        return self._commit(RecordType.OPEN, sequence, epoch, token_start, token_start, offset, payload)
+
+    def append_close(self, sequence: SequenceId, epoch: int, token_end: int) -> int:
+        """End a sequence: no more rows follow, and its truth ends at token_end. Raises LaneFull."""
+        offset, payload = self._reserve(0)
+        return self._commit(RecordType.CLOSE, sequence, epoch, token_end, token_end, offset, payload)
+
+    def _reserve(self, payload_bytes: int) -> tuple[int, np.ndarray]:
+        self._reservation = None
+        size, ring = padded(payload_bytes), self.lane_bytes
+        if size > ring:
+            raise TooLarge(f"a record of {payload_bytes} bytes", where=str(self.path), cause=f"the ring has {ring}")
+        offset = self._head_bytes
+        place = offset % ring
+        if place + size > ring:  # a payload is contiguous: skip to the start of the ring
+            offset += ring - place
+            place = 0
+        tail = self._words[TAIL_WORD]
+        if offset + size - self._tail_bytes() > ring or self._head - tail >= self.record_count - 1:
+            raise LaneFull(
+                f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
+            )
+        # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
+        self._words[RESERVED_WORD] = offset + size
+        self._words[(self._entry_offset(self._head) >> 3) + COMMIT] = 0
+        return offset, self._ring[place : place + payload_bytes]
+
+    def _commit(
+        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
+    ) -> int:
+        number, size = self._head, payload.size
+        at = self._entry_offset(number)
+        checksum = xxh3_64_intdigest(payload.data)
+        body = ENTRY.pack(ENTRY_MAGIC, ENTRY_VERSION, kind, number, epoch, sequence, start, end, offset, size, checksum)
+        self._memory[at : at + ENTRY.size] = body
+        word = at >> 3
+        self._words[word + ENTRY_CHECK] = xxh3_64_intdigest(body)
+        # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
+        self._words[word + COMMIT] = number + 1
+        self._head, self._head_bytes = number + 1, offset + padded(size)
+        return number
+
+    def close(self) -> None:
+        """Let the lane go. Views handed out by reservations keep the mapping alive until they are dropped."""
+        self._reservation = None
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping holds a duplicate of the descriptor
+        os.close(self._file)
+        self._words.release()
+        del self._ring
+        _close_map(self._map, self._memory)
+
+
+def data_offset(record_count: int) -> int:
+    """Where the ring starts in the file."""
+    return DIRECTORY_OFFSET + ((record_count * ENTRY_BYTES + PAGE - 1) & -PAGE)
+
+
+def parse_entry(raw: bytes, number: int) -> RecordHeader:
+    """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped."""
+    magic, version, kind, found, epoch, sequence, start, end, offset, size, checksum = ENTRY.unpack_from(raw)
+    whole = xxh3_64_intdigest(raw[: ENTRY.size]) == int.from_bytes(raw[ENTRY.size : ENTRY.size + 8], "little")
+    if not whole or magic != ENTRY_MAGIC or version != ENTRY_VERSION or found != number:
+        return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
+    return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)
+
+
+def _read_geometry(path: Path) -> tuple[int, int, int] | None:
+    """(record count, ring bytes, lane id) of the file at `path`; None if it isn't a lane of this version."""
+    with open(path, "rb") as file:
+        raw = file.read(GEOMETRY.size + 8)
+        size = os.fstat(file.fileno()).st_size
+    if len(raw) < GEOMETRY.size + 8:
+        return None
+    magic, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
+    whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == int.from_bytes(raw[GEOMETRY.size :], "little")
+    if magic != LANE_MAGIC or version != LANE_VERSION or entry_bytes != ENTRY_BYTES or not whole:
+        return None
+    return (record_count, lane_bytes, lane_id) if size == data_offset(record_count) + lane_bytes else None
+
+
+def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) -> int | None:
+    """Id of the existing lane if it can be continued, after setting aside one that can't."""
+    if not path.exists():
+        return None
+    geometry = _read_geometry(path)
+    if geometry is not None and geometry[:2] == (record_count, lane_bytes):
+        return geometry[2]
+    os.close(_lock_writer(path, busy_s))
+    if geometry is None:
+        log.warning("lane.discarded", lane=path.stem, reason="not a lane of this version")
+        path.unlink()
+        return None
+    aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")
+    path.rename(aside)
+    log.info("lane.set_aside", lane=path.stem, aside=aside.name, reason="other geometry")
+    return None
+
+
+def _make_lane(path: Path, lane_bytes: int, record_count: int) -> int:
+    """Allocate and prefault a new lane; it gets its name only when whole, so nobody sees half a lane."""
+    draft = path.with_name(path.name + ".new")
+    lane_id = secrets.randbits(63)
+    size = data_offset(record_count) + lane_bytes
+    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS in mid-capture
+        header = GEOMETRY.pack(LANE_MAGIC, LANE_VERSION, ENTRY_BYTES, record_count, lane_bytes, lane_id)
+        os.pwrite(file, header + xxh3_64_intdigest(header).to_bytes(8, "little"), 0)
+        os.rename(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+    return lane_id
+
+
+def _lock_writer(path: Path, busy_s: float) -> int:
+    """Open `path` and hold it as its writer. A killed writer's lock goes late, after the kernel has freed its memory: so wait a little."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    deadline = time.monotonic() + busy_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(file)
+                raise LaneBusy("another process writes this lane", where=str(path)) from None
+            time.sleep(0.01)
+
+
+def _close_map(map_: mmap.mmap, memory: memoryview) -> None:
+    try:
+        memory.release()
+        map_.close()
+    except BufferError:
+        pass  # views are still out; the mapping goes with the last of them
+
+
+# ---------------------------------------------------------------- read
+
+
+class LaneReader:
+    """One lane, read without locks while its writer writes. Not thread-safe; open one a thread.
+
+    With `writable_tail` (the keeper only) the page with the tail word is mapped for writing, and nothing else.
+    """
+
+    def __init__(self, path: Path, file: int, geometry: tuple[int, int, int], writable_tail: bool) -> None:
+        self.path = path
+        self.record_count, self.lane_bytes, self.lane_id = geometry
+        self.inode = os.fstat(file).st_ino  # not used again for another file while this one is mapped
+        self.closed = False
+        self._map = mmap.mmap(file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._memory = memoryview(self._map)
+        self._words = self._memory.cast("Q")
+        self._entries = np.frombuffer(self._memory, _entry_view, self.record_count, DIRECTORY_OFFSET)
+        self._commits = self._entries["commit"]
+        self._ring = np.frombuffer(self._memory, np.uint8, self.lane_bytes, data_offset(self.record_count))
+        self._tail_map = mmap.mmap(file, PAGE, offset=PAGE) if writable_tail else None
+        self._tail_memory = memoryview(self._tail_map).cast("Q") if self._tail_map is not None else None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, writable_tail: bool = False) -> LaneReader:
+        """Map the lane at `path`. Raises OtherFormat, FileNotFoundError."""
+        path = Path(path)
+        geometry = _read_geometry(path)
+        if geometry is None:
+            raise OtherFormat("not a lane of this version", where=str(path))
+        file = os.open(path, (os.O_RDWR if writable_tail else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            return cls(path, file, geometry, writable_tail)
+        finally:
+            os.close(file)
+
+    @property
+    def name(self) -> str:
+        """Name of the lane: the engine's."""
+        return self.path.stem
+
+    @property
+    def tail(self) -> int:
+        """First record that is not freed."""
+        return self._words[TAIL_WORD]
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of the engine wrote last."""
+        return self._words[INCARNATION_WORD]
+
+    def head(self, from_number: int | None = None) -> int:
+        """Number after the last committed record, searched from `from_number` (the tail if None)."""
+        number = self.tail if from_number is None else from_number
+        count, step = self.record_count, 256
+        while True:
+            expected = np.arange(number, number + min(step, count), dtype=np.uint64)
+            found = self._commits[(expected % np.uint64(count)).astype(np.intp)] == expected + np.uint64(1)
+            run = int(found.argmin()) if not found.all() else len(found)
+            number += run
+            if run < len(found):
+                return number
+            step *= 2
+
+    def records(self, from_number: int, limit: int = 1 << 30) -> list[RecordHeader]:
+        """Headers of the committed records from `from_number` on, at most `limit`; type BAD where an entry is flipped."""
+        return [self._header(n) for n in range(from_number, min(self.head(from_number), from_number + limit))]
+
+    def _header(self, number: int) -> RecordHeader:
+        at = DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
+        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number)
+
+    def intact(self, header: RecordHeader) -> bool:
+        """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
+        return header.payload_offset + self.lane_bytes >= self._words[RESERVED_WORD]
+
+    def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
+        """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.
+
+        Raises BadRecord if it was overwritten meanwhile or, with `verify`, if its checksum is wrong.
+        """
+        place = header.payload_offset % self.lane_bytes
+        view = self._ring[place : place + header.payload_bytes]
+        if view.size != header.payload_bytes or not self.intact(header):
+            raise BadRecord("a record was overwritten", where=self._where(header))
+        if verify:
+            if header.payload_bytes >= 1 << 16:
+                populate_read(view)
+            if xxh3_64_intdigest(view.data) != header.checksum:
+                raise BadRecord("a record's checksum is wrong", where=self._where(header))
+        return view
+
+    def tokens(self, header: RecordHeader) -> bytes:
+        """Token ids of a ROWS record, int32 little-endian. Not verified: the checksum covers them when the frame is read."""
+        place = header.payload_offset % self.lane_bytes
+        return self._ring[place : place + 4 * header.token_count].tobytes()
+
+    def open_payload(self, header: RecordHeader) -> OpenPayload:
+        """What an OPEN record says. Raises BadRecord."""
+        payload = self.payload(header)
+        try:
+            return _decode_open(payload.data)
+        except msgspec.MsgspecError as error:
+            raise BadRecord("an OPEN record can't be read", where=self._where(header), cause=str(error)) from error
+
+    def frame(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
+        """The frame of a ROWS record. As `payload`."""
+        return self.payload(header, verify=verify)[tokens_bytes(header.token_count) :]
+
+    def _where(self, header: RecordHeader) -> str:
+        span = f"[{header.token_start}, {header.token_end})"
+        return f"{self.path.name} record {header.number}, sequence {header.sequence.hex()}, tokens {span}"
+
+    def advance_tail(self, number: int) -> None:
+        """Free all records before `number`. The keeper only, after they are in the store."""
+        assert self._tail_memory is not None, "opened without writable_tail"
+        assert number >= self.tail, "a tail only moves on"
+        self._tail_memory[0] = number
+
+    def close(self) -> None:
+        """Unmap, as soon as the last view is dropped."""
+        self.closed = True
+        self._words.release()
+        del self._entries, self._commits, self._ring
+        if self._tail_map is not None and self._tail_memory is not None:
+            _close_map(self._tail_map, self._tail_memory)
+        _close_map(self._map, self._memory)
+
+
+class LaneRef(NamedTuple):
+    """Where a frame is: a record of a lane."""
+
+    lane: LaneReader
+    header: RecordHeader
+
+
+class LaneSet:
+    """Readers of all lanes in a directory, which may be empty at first; lanes of dead engines included.
+
+    A file that was replaced is a new lane; the old one stays until `scan` finds its file gone.
+    """
+
+    def __init__(self, lane_dir: str | os.PathLike[str], *, writable_tail: bool = False) -> None:
+        self._lane_dir = Path(lane_dir)
+        self._writable_tail = writable_tail
+        self._readers: dict[int, LaneReader] = {}
+        self._refused: set[Path] = set()
+
+    def scan(self) -> list[LaneReader]:
+        """Look at the directory and return the readers of the lanes that are there now, by name."""
+        found: dict[int, Path] = {}
+        try:
+            with os.scandir(self._lane_dir) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".lane"):
+                        found[entry.inode()] = Path(entry.path)
+        except FileNotFoundError:
+            pass
+        for inode in self._readers.keys() - found.keys():
+            self._readers.pop(inode).close()
+        for inode, path in found.items():
+            reader = self._readers.get(inode)
+            if reader is not None:
+                reader.path = path  # it may have been set aside under another name
+            else:
+                self._add(path)
+        return sorted(self._readers.values(), key=lambda reader: reader.name)
+
+    def _add(self, path: Path) -> None:
+        try:
+            reader = LaneReader.open(path, writable_tail=self._writable_tail)
+        except FileNotFoundError:
+            return
+        except OtherFormat as error:
+            if path not in self._refused:
+                log.warning("lane.refused", lane=path.stem, error=str(error))
+            self._refused.add(path)
+            return
+        self._refused.discard(path)
+        self._readers[reader.inode] = reader
+
+    def __iter__(self) -> Iterator[LaneReader]:
+        return iter(list(self._readers.values()))
+
+    def close(self) -> None:
+        """Close all readers."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()

@@ -1,0 +1,28 @@
+"""Advice to the kernel about mapped pages. Used just before a large read from a lane or from the store's map."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+
+MADV_POPULATE_READ = 22  # Linux 5.14
+_PAGE_MASK = ~(mmap.PAGESIZE - 1)
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise.restype = ctypes.c_int
+
+
+def populate_read(view: np.ndarray) -> None:
+    """Bring the pages under `view` in and map them, in one system call; no error if the kernel can't.
+
+    A cold 1 MB value of LMDB is then read at 1.2 to 1.4 GB/s instead of 0.4 to 0.6 (FACTS: page faults read ahead too
+    little), and warm pages of a fresh mapping at memory speed.
+    """
+    if not view.nbytes:
+        return
+    address = view.__array_interface__["data"][0]
+    start = address & _PAGE_MASK
+    _madvise(start, address + view.nbytes - start, MADV_POPULATE_READ)

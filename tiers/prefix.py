@@ -1,0 +1,290 @@
+"""The restorable prefix: which tokens of a list can be put back, and from where. Stage *restore*, for the engine's step thread.
+
+One look-up for every case: state in this engine's lane, in the lane of a dead engine, on disk, or partly here and partly there.
+Lock-free: lanes are read while they are written, the store under one snapshot. Every frame that is handed out was
+verified; a frame of a lane that is overwritten while it is being used is noticed when the with-block ends.
+Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tiers.errors import BadBlock, BadRecord
+from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
+from tiers.layout import BlockId, RootId, SequenceId, block_id, chain_root
+from tiers.store import View
+from tiers.track import Part, Sealed, Track, common_tokens, cut_parts
+
+Tier = Literal["lane", "disk"]
+
+
+# What an extent's frame is: a record, a block (16-byte id) or a tail piece (36-byte key).
+Ref = LaneRef | bytes
+
+
+class Extent(NamedTuple):
+    """Restorable tokens [token_start, token_end), all in one frame, at rows [take_start, take_end) of it."""
+
+    tier: Tier
+    token_start: int
+    token_end: int
+    take_start: int
+    take_end: int
+    frame_token_count: int
+    ref: Ref
+
+    @property
+    def token_count(self) -> int:
+        return self.token_end - self.token_start
+
+
+class FrameSlice(NamedTuple):
+    """frame: read-only uint8, flat, Layout order, of frame_token_count tokens; rows [take_start, take_end) of it are wanted."""
+
+    frame: np.ndarray
+    frame_token_count: int
+    take_start: int
+    take_end: int
+
+
+class Snapshots(Protocol):
+    """What the finder needs of a store: StoreReader, or the keeper's own Store."""
+
+    def snapshot(self) -> AbstractContextManager[View]: ...
+
+
+class LaneIndex:
+    """What the lanes hold that the keeper has not freed: whole blocks by id and by parent, and unfinished blocks' tracks.
+
+    Grows with the lanes; made anew when a tail or the store has moved on, since parts may then lie elsewhere. Bounded by the
+    lanes' own size: what has been freed is not kept.
+    """
+
+    def __init__(self, lanes: LaneSet) -> None:
+        self._lanes = lanes
+        self._seen: dict[int, int] = {}  # lane id -> next record to index
+        self._epoch: tuple[object, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seen.clear()
+        self.blocks: dict[BlockId, Sealed] = {}
+        self.children: dict[BlockId, list[Sealed]] = {}
+        self.tracks: dict[SequenceId, Track | None] = {}
+
+    def gather(self) -> list[tuple[LaneReader, int]]:
+        """The lanes and their tails, looked at before a snapshot of the store is taken: what is freed by then is in it."""
+        return [(lane, lane.tail) for lane in self._lanes.scan()]
+
+    def refresh(self, tails: list[tuple[LaneReader, int]], view: View) -> None:
+        """Index what is new in the lanes."""
+        epoch = (view.snapshot_number, *((lane.lane_id, tail) for lane, tail in tails))
+        if epoch != self._epoch:
+            self._clear()
+            self._epoch = epoch
+        for lane, tail in tails:
+            headers = lane.records(self._seen.get(lane.lane_id, tail))
+            for header in headers:
+                self._take(lane, header, view)
+            self._seen[lane.lane_id] = headers[-1].number + 1 if headers else self._seen.get(lane.lane_id, tail)
+
+    def _take(self, lane: LaneReader, header: RecordHeader, view: View) -> None:
+        if header.type not in (RecordType.OPEN, RecordType.ROWS):
+            return
+        sequence = header.sequence
+        if sequence not in self.tracks:
+            self.tracks[sequence] = view.load_track(sequence)
+        track = self.tracks[sequence]
+        if header.type == RecordType.OPEN:
+            if track is None:
+                self.tracks[sequence] = _open_track(lane, header)
+        elif track is not None:
+            sealed = track.add(header.token_start, header.token_end, lane.tokens(header), LaneRef(lane, header))
+            for block in sealed or ():
+                if block.id not in self.blocks:
+                    self.blocks[block.id] = block
+                    self.children.setdefault(block.parent, []).append(block)
+
+
+def _open_track(lane: LaneReader, header: RecordHeader) -> Track | None:
+    try:
+        o = lane.open_payload(header)
+    except BadRecord:
+        return None
+    return Track.begin(o.root, o.layout, o.block_tokens, o.namespace, o.session, o.stream, header.epoch, o.tokens)
+
+
+class Reading:
+    """One look at lanes and store. Got from `PrefixFinder.reading()`; frames it hands out live as long as its with-block."""
+
+    def __init__(self, view: View, index: LaneIndex) -> None:
+        self._view = view
+        self._index = index
+        self._lane_frames: dict[LaneRef, np.ndarray] = {}
+
+    def find(
+        self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
+    ) -> list[Extent]:
+        """Extents that cover exactly [start, P), in order, where P <= limit is the longest restorable position.
+
+        tokens  the whole token list, int32; start: what is resident already (its blocks aren't looked for)
+        Returns an empty list if nothing beyond start can be restored
+        Cost    about 3 us a block when the store's index is cached; no payload is touched
+        """
+        packed = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        parent, at, limit = chain_root(root, namespace), 0, min(limit, len(tokens))
+        extents: list[Extent] = []
+        while at + block_tokens <= limit:
+            block = packed[4 * at : 4 * (at + block_tokens)]
+            child = block_id(parent, block)
+            if at + block_tokens > start:
+                sealed = self._index.blocks.get(child)
+                if sealed is not None:
+                    _append(extents, sealed.parts, at, start)
+                elif self._view.has_child(parent, block, child):
+                    skip = max(start - at, 0)
+                    end = at + block_tokens
+                    extents.append(Extent("disk", at + skip, end, skip, block_tokens, block_tokens, child))
+                else:
+                    break
+            parent, at = child, at + block_tokens
+        rest = packed[4 * at : 4 * min(limit, at + block_tokens)]
+        if rest:
+            _append(extents, self._longest_match(parent, rest, block_tokens), at, start)
+        return extents
+
+    def _longest_match(self, parent: BlockId, rest: bytes, block_tokens: int) -> list[Part]:
+        """Parts for the most first tokens of `rest` that anything stored after `parent` begins with."""
+        best, best_parts = 0, list[Part]()
+        for tokens, parts in self._candidates(parent, rest, block_tokens):
+            shared = common_tokens(tokens, rest)
+            if shared > best:
+                best, best_parts = shared, parts
+        return cut_parts(best_parts, 0, best)
+
+    def _candidates(self, parent: BlockId, rest: bytes, block_tokens: int) -> Iterator[tuple[bytes, list[Part]]]:
+        """(tokens, parts) of what follows `parent`: blocks and unfinished blocks, in lanes and on disk."""
+        for sealed in self._index.children.get(parent, ()):
+            yield sealed.tokens, sealed.parts
+        for track in self._index.tracks.values():
+            if track is not None and track.parent == parent:
+                yield track.tokens, track.parts
+        child = self._view.best_child(parent, rest)
+        if child is not None:
+            block, shared = child
+            yield rest[: 4 * shared], [Part(block, block_tokens, 0, shared)]
+        yield from self._stored_tails(parent)
+
+    def _stored_tails(self, parent: BlockId) -> Iterator[tuple[bytes, list[Part]]]:
+        sequence, tokens, parts, position = None, b"", list[Part](), -1
+        for piece in self._view.tails(parent):
+            if piece.sequence != sequence:
+                if parts:
+                    yield tokens, parts
+                sequence, tokens, parts, position = piece.sequence, b"", [], piece.token_start
+            count = len(piece.tokens) // 4
+            if count and piece.token_start == position:
+                tokens += piece.tokens
+                parts.append(Part(piece.key, count, 0, count))
+                position += count
+        if parts:
+            yield tokens, parts
+
+    def __call__(self, extent: Extent) -> FrameSlice:
+        """The verified frame of an extent: memory of the lane or of the store's map, valid until the with-block ends.
+
+        Raises BadBlock: restore what came before it, and compute again from extent.token_start
+        """
+        try:
+            frame = self._lane_frame(extent.ref) if isinstance(extent.ref, LaneRef) else self._stored_frame(extent)
+        except (BadRecord, BadBlock) as error:
+            span = f"tokens [{extent.token_start}, {extent.token_end})"
+            raise BadBlock(error.what, where=f"{span}, {error.where}", cause=error.cause) from error
+        return FrameSlice(frame, extent.frame_token_count, extent.take_start, extent.take_end)
+
+    def _lane_frame(self, ref: LaneRef) -> np.ndarray:
+        frame = self._lane_frames.get(ref)
+        if frame is None:
+            frame = self._lane_frames[ref] = ref.lane.frame(ref.header)
+        return frame
+
+    def _stored_frame(self, extent: Extent) -> np.ndarray:
+        ref = extent.ref
+        assert isinstance(ref, bytes)
+        value = self._view.block(BlockId(ref)) if len(ref) == 16 else self._view.tail(ref)
+        if value.token_count != extent.frame_token_count:
+            cause = f"{value.token_count} tokens, not {extent.frame_token_count}"
+            raise BadBlock("a stored frame has another length", where=ref.hex(), cause=cause)
+        return value.frame
+
+    def check(self) -> None:
+        """Raise BadBlock if a lane frame that was handed out has been overwritten since: what was copied from it is void."""
+        for ref in self._lane_frames:
+            if not ref.lane.intact(ref.header):
+                where = f"{ref.lane.name} record {ref.header.number}"
+                raise BadBlock("a lane's record was overwritten while it was being restored", where=where)
+
+
+def _append(extents: list[Extent], parts: list[Part], token_start: int, start: int) -> None:
+    """Add `parts`, the first of which begins at position token_start, without what lies before `start`."""
+    for part in parts:
+        token_end = token_start + part.token_count
+        skip = max(start - token_start, 0)
+        if skip < part.token_count:
+            _append_part(extents, part.cut(skip, part.token_count), token_start + skip)
+        token_start = token_end
+
+
+def _append_part(extents: list[Extent], part: Part, token_start: int) -> None:
+    ref, _, take_start, take_end = part
+    token_end = token_start + part.token_count
+    if extents:
+        last = extents[-1]
+        if last.ref == ref and last.take_end == take_start:  # blocks of one prefill record: read it once
+            take_start, token_start = last.take_start, last.token_start
+            extents.pop()
+    tier: Tier = "lane" if isinstance(ref, LaneRef) else "disk"
+    extents.append(Extent(tier, token_start, token_end, take_start, take_end, part.frame_token_count, ref))
+
+
+class PrefixFinder:
+    """Finds and reads restorable prefixes. One a thread; lanes and store may appear later.
+
+    with finder.reading() as read:
+        for extent in read.find(root, namespace, tokens, limit=len(tokens) - 1, block_tokens=32):
+            frame, frame_token_count, take_start, take_end = read(extent)  # raises BadBlock
+            ...  # copy the rows into the arena
+    # leaving the block raises BadBlock if a lane's writer overwrote a frame in the meantime: take none of it, find again
+    """
+
+    def __init__(self, store: Snapshots, lane_dir: str | os.PathLike[str]) -> None:
+        self._store = store
+        self._lanes = LaneSet(lane_dir)
+        self._index = LaneIndex(self._lanes)
+
+    @contextmanager
+    def reading(self) -> Iterator[Reading]:
+        """Look at lanes and store now. Keep it short and never wait inside: an open snapshot lets the store's file grow."""
+        tails = self._index.gather()
+        with self._store.snapshot() as view:
+            self._index.refresh(tails, view)
+            reading = Reading(view, self._index)
+            yield reading
+            reading.check()
+
+    def find(
+        self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
+    ) -> list[Extent]:
+        """As Reading.find, for planning: the extents can't be read any more, find them again inside `reading()`."""
+        with self.reading() as reading:
+            return reading.find(root, namespace, tokens, limit=limit, block_tokens=block_tokens, start=start)
+
+    def close(self) -> None:
+        """Unmap the lanes. The store reader is the caller's."""
+        self._lanes.close()

@@ -1,0 +1,130 @@
+"""How the rows of one sequence become blocks: pure bookkeeping, shared by the keeper (*drain*) and the finder (*restore*).
+
+A track follows one sequence, record after record, and says which blocks became whole and which parts of which frames
+they are made of. It never touches a payload. Parts of the unfinished block may lie in lanes and on disk alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiers.layout import BlockId, Layout, RootId, block_chain, block_id
+
+
+class Part(NamedTuple):
+    """Rows [take_start, take_end) of a frame of frame_token_count tokens; `source` says where the frame is, opaque here."""
+
+    source: Any
+    frame_token_count: int
+    take_start: int
+    take_end: int
+
+    @property
+    def token_count(self) -> int:
+        return self.take_end - self.take_start
+
+    def cut(self, start: int, end: int) -> Part:
+        """The part's own rows [start, end)."""
+        return self._replace(take_start=self.take_start + start, take_end=self.take_start + end)
+
+
+class Sealed(NamedTuple):
+    """A block that became whole."""
+
+    id: BlockId
+    parent: BlockId
+    token_start: int
+    tokens: bytes
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Track:
+    """One sequence: where its unfinished block stands. `parts` cover [block_start, position), `tokens` are their ids."""
+
+    root: RootId
+    layout: Layout
+    block_tokens: int
+    namespace: str
+    session: str
+    stream: str
+    epoch: int
+    parent: BlockId
+    block_start: int
+    position: int
+    closed: bool = False
+    tokens: bytes = b""
+    parts: list[Part] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls,
+        root: bytes,
+        groups: list[tuple[int, int]],
+        block_tokens: int,
+        namespace: str,
+        session: str,
+        stream: str,
+        epoch: int,
+        prefix: bytes,
+    ) -> Track:
+        """A new sequence whose rows start after the packed token list `prefix`, which is whole blocks."""
+        state = RootId(bytes(root))
+        layout = Layout(tuple((planes, row) for planes, row in groups))
+        parent = block_chain(state, namespace, np.frombuffer(prefix, "<i4"), block_tokens)[-1]
+        at = len(prefix) // 4
+        return cls(state, layout, block_tokens, namespace, session, stream, epoch, parent, at, at)
+
+    def add(self, token_start: int, token_end: int, tokens: bytes, source: Any) -> list[Sealed] | None:
+        """Take the rows [token_start, token_end) of a record's frame; return the blocks that are whole now.
+
+        Rows that are there already are skipped, so a replay changes nothing. None: there is a gap before token_start,
+        and these rows can't be restored by anyone.
+        """
+        if token_start > self.position:
+            return None
+        sealed: list[Sealed] = []
+        frame = Part(source, token_end - token_start, 0, token_end - token_start)
+        while self.position < token_end:
+            end = min(token_end, self.block_start + self.block_tokens)
+            start = self.position - token_start
+            self.parts.append(frame.cut(start, end - token_start))
+            self.tokens += tokens[4 * start : 4 * (end - token_start)]
+            self.position = end
+            if end == self.block_start + self.block_tokens:
+                sealed.append(self._seal())
+        return sealed
+
+    def _seal(self) -> Sealed:
+        block = Sealed(block_id(self.parent, self.tokens), self.parent, self.block_start, self.tokens, self.parts)
+        self.parent, self.block_start, self.tokens, self.parts = block.id, self.position, b"", []
+        return block
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Length in tokens of the longest common prefix of two packed token lists."""
+    size = min(len(left), len(right)) & ~3
+    if left[:size] == right[:size]:
+        return size // 4
+    low, high = 0, size // 4  # invariant: low tokens are equal, high tokens are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[4 * low : 4 * middle] == right[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def cut_parts(parts: list[Part], start: int, end: int) -> list[Part]:
+    """Tokens [start, end) of what `parts` cover, counted from the first part's first row."""
+    cut, at = [], 0
+    for part in parts:
+        low, high = max(start - at, 0), min(end - at, part.token_count)
+        if low < high:
+            cut.append(part.cut(low, high))
+        at += part.token_count
+    return cut

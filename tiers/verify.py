@@ -1,0 +1,180 @@
+"""Check everything that is stored: every checksum, every block's id, every record that waits in a lane. For `concordia verify`.
+
+Read-only, beside a running keeper; takes a new snapshot every few blocks, so that the store's file doesn't grow meanwhile. A bad
+block is named by session, stream and token range, as far as sequences are known that lean on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tiers.errors import BadBlock, BadRecord
+from tiers.lane import LaneSet, RecordType
+from tiers.layout import BlockId, SequenceId
+from tiers.store import Progress, StoreReader, View
+
+BATCH = 128
+
+
+class Affected(NamedTuple):
+    """A range of a session's tokens that can't be restored from here."""
+
+    session: str
+    stream: str
+    token_start: int
+    token_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
+
+    kind: Literal["block", "tail", "record", "parent"]
+    key: str
+    reason: str
+    affected: tuple[Affected, ...] = ()
+
+
+@dataclass(slots=True)
+class Checked:
+    """How much `verify` has looked at."""
+
+    blocks: int = 0
+    tails: int = 0
+    records: int = 0
+    sequences: int = 0
+    bytes: int = 0
+
+
+def verify(
+    store_path: str | os.PathLike[str],
+    lane_dir: str | os.PathLike[str] | None = None,
+    *,
+    map_bytes: int = 1 << 40,
+    checked: Checked | None = None,
+) -> Iterator[Finding]:
+    """Everything that is wrong with the store and the lanes; `checked` counts along. Raises StoreFailed."""
+    counts = checked if checked is not None else Checked()
+    store = StoreReader(store_path, map_bytes=map_bytes)
+    try:
+        bad = dict(_bad_blocks(store, counts))
+        yield from _name_blocks(store, bad, counts)
+        yield from _bad_tails(store, counts)
+        if lane_dir is not None:
+            yield from _bad_records(store, lane_dir, counts)
+    finally:
+        store.close()
+
+
+def _bad_blocks(store: StoreReader, counts: Checked) -> Iterator[tuple[BlockId, str]]:
+    after = b""
+    while True:
+        with store.snapshot() as view:
+            keys = [key for key, _ in view.scan("blocks", after, BATCH)]
+            for key in keys:
+                try:
+                    counts.bytes += view.block(BlockId(key)).frame.size
+                except BadBlock as error:
+                    yield BlockId(key), error.what
+                counts.blocks += 1
+        if not keys:
+            return
+        after = keys[-1]
+
+
+def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -> Iterator[Finding]:
+    """Findings of bad and of missing blocks, with the sessions that lean on them."""
+    affected: dict[BlockId, list[Affected]] = {block: [] for block in bad}
+    missing: dict[BlockId, list[Affected]] = {}
+    with store.snapshot() as view:
+        parents = _parents(view)
+        if len(parents) != view.count("blocks"):
+            for block in parents.keys() - bad.keys():
+                if not view.has_block(block):
+                    bad[block], affected[block] = "a block is gone", []
+        for _, raw in view.scan("sequences"):
+            counts.sequences += 1
+            progress = view.decode_progress(raw)
+            for block, span in _chain(view, parents, progress):
+                if block in bad:
+                    affected[block].append(span)
+                elif block not in parents:
+                    missing.setdefault(block, []).append(span)
+    for block, reason in bad.items():
+        yield Finding("block", block.hex(), reason, tuple(affected[block]))
+    for block, spans in missing.items():
+        yield Finding("parent", block.hex(), "a block that others lean on is not stored", tuple(spans))
+
+
+def _parents(view: View) -> dict[BlockId, BlockId]:
+    """Parent of each block, from the children database: a bad block's own header can't be trusted."""
+    return {BlockId(key[-16:]): BlockId(key[:16]) for key, _ in view.scan("children")}
+
+
+def _chain(view: View, parents: dict[BlockId, BlockId], progress: Progress) -> Iterator[tuple[BlockId, Affected]]:
+    """Blocks of a sequence from its newest to its first, with their token ranges."""
+    info = view.root(progress.root)
+    size = info.block_tokens if info is not None else 0
+    block, end = BlockId(progress.parent), progress.block_start
+    while size and end > 0:
+        yield block, Affected(progress.session, progress.stream, end - size, end)
+        if block not in parents:
+            return  # where the chain goes on can't be known
+        block, end = parents[block], end - size
+
+
+def _bad_tails(store: StoreReader, counts: Checked) -> Iterator[Finding]:
+    after = b""
+    while True:
+        findings = []
+        with store.snapshot() as view:
+            keys = [key for key, _ in view.scan("tails", after, BATCH)]
+            for key in keys:
+                counts.tails += 1
+                try:
+                    counts.bytes += view.tail(key).frame.size
+                except BadBlock as error:
+                    findings.append(_bad_tail(view, key, error))
+        yield from findings
+        if not keys:
+            return
+        after = keys[-1]
+
+
+def _bad_tail(view: View, key: bytes, error: BadBlock) -> Finding:
+    progress = view.progress(SequenceId(key[16:32]))
+    start = int.from_bytes(key[32:], "big")
+    affected = (Affected(progress.session, progress.stream, start, progress.position),) if progress is not None else ()
+    return Finding("tail", key.hex(), error.what, affected)
+
+
+def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: Checked) -> Iterator[Finding]:
+    lanes = LaneSet(lane_dir)
+    names: dict[bytes, tuple[str, str]] = {}
+    for lane in lanes.scan():
+        for header in lane.records(lane.tail):
+            counts.records += 1
+            key = f"{lane.name} record {header.number}"
+            try:
+                if header.type == RecordType.BAD:
+                    raise BadRecord("a record's entry is flipped")
+                if header.type == RecordType.OPEN:
+                    opened = lane.open_payload(header)
+                    names[header.sequence] = opened.session, opened.stream
+                counts.bytes += lane.payload(header).size
+            except BadRecord as error:
+                if header.number < lane.tail:
+                    continue  # the keeper has taken it meanwhile
+                session, stream = names.get(header.sequence) or _names(store, header.sequence)
+                span = Affected(session, stream, header.token_start, header.token_end)
+                yield Finding("record", key, error.what, (span,) if stream else ())
+    lanes.close()
+
+
+def _names(store: StoreReader, sequence: bytes) -> tuple[str, str]:
+    with store.snapshot() as view:
+        progress = view.progress(SequenceId(sequence))
+    return (progress.session, progress.stream) if progress is not None else ("", "")
