@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from tiers import failpoints
 from tiers.errors import BadBlock, BadRecord, StaleEpoch, StoreFailed, TierError
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import BlockId, RootId, SequenceId, block_chain
@@ -99,8 +100,10 @@ class Drain:
             if isinstance(error, StoreFailed):
                 self._fail(error)
             raise
+        failpoints.reach("drain.free.before")
         for lane, number in batch.tails:
             lane.advance_tail(number)
+        failpoints.reach("drain.free.after")
         self._committed(batch, group.put_bytes, started)
         return len(batch.records) >= GROUP_RECORDS or group.put_bytes >= GROUP_BYTES
 
@@ -273,7 +276,9 @@ class Drain:
                 self.counts["bad_blocks"] += 1
                 log.warning("drain.bad_block", error=str(error))
                 return
+            failpoints.reach("drain.seal.before")
             group.put_block(track, block)
+            failpoints.reach("drain.seal.after")
             self.counts["blocks_put"] += 1
         for part in block.parts:
             if isinstance(part.source, bytes):

@@ -25,6 +25,7 @@ import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
+from tiers import failpoints
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.pages import populate_read
@@ -297,11 +298,13 @@ class LaneWriter:
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
         self._words[RESERVED_WORD] = offset + size
         self._words[(self._entry_offset(self._head) >> 3) + COMMIT] = 0
+        failpoints.reach("append.payload.before")
         return offset, self._ring[place : place + payload_bytes]
 
     def _commit(
         self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
     ) -> int:
+        failpoints.reach("append.payload.after")
         number, size = self._head, payload.size
         at = self._entry_offset(number)
         checksum = xxh3_64_intdigest(payload.data)
@@ -309,8 +312,10 @@ class LaneWriter:
         self._memory[at : at + ENTRY.size] = body
         word = at >> 3
         self._words[word + ENTRY_CHECK] = xxh3_64_intdigest(body)
+        failpoints.reach("append.commit_word.before")
         # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
         self._words[word + COMMIT] = number + 1
+        failpoints.reach("append.commit_word.after")
         self._head, self._head_bytes = number + 1, offset + padded(size)
         return number
 

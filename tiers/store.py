@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
+from tiers import failpoints
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.layout import BlockId, Layout, RootId, SequenceId, block_id
 from tiers.pages import populate_read
@@ -368,7 +369,9 @@ class Group(View):
     ) -> None:
         value = self._scratch.value(len(tokens) // 4, track.layout)
         pack_value(value, kind, track.root, track.block_tokens, parent, token_start, tokens)
+        _reach("drain.put.before")
         self._txn.put(key, value.data, db=self._db[database])
+        _reach("drain.put.after")
         self.put_bytes += value.size
 
     def put_progress(self, sequence: SequenceId, track: Track) -> None:
@@ -427,6 +430,14 @@ def _translated(path: Path) -> Iterator[None]:
         raise StoreFailed("the store can't be used", where=str(path), cause=str(error)) from error
 
 
+def _reach(failpoint: str) -> None:
+    """A failpoint whose error looks like one of LMDB's."""
+    try:
+        failpoints.reach(failpoint)
+    except OSError as error:
+        raise lmdb.DiskError(str(error)) from error
+
+
 def _check_disk(path: Path) -> None:
     free = os.statvfs(path)
     if free.f_bavail * free.f_frsize < FREE_DISK_RESERVE_BYTES:
@@ -482,6 +493,8 @@ class Store:
         with _translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
                 yield Group(txn, self._db, self._scratch)
+                _reach("drain.commit.before")
+            _reach("drain.commit.after")
 
     @contextmanager
     def snapshot(self) -> Iterator[View]:
@@ -493,7 +506,9 @@ class Store:
     def sync(self) -> None:
         """Make everything committed survive a power loss. Raises StoreFailed."""
         with _translated(self.path):
+            _reach("drain.sync.before")
             self._env.sync(True)
+            _reach("drain.sync.after")
 
     def drop_dead_readers(self) -> int:
         """Free the snapshots of killed processes, which would keep old pages from being used again."""

@@ -245,8 +245,8 @@ def test_killed_writer_leaves_no_bad_record(world: World) -> None:
     for _ in range(5):
         process = _start(WRITER, world)
         keeper = LaneReader.open(world.paths.lane("e0"), writable_tail=True)
-        kill_at = time.monotonic() + pause.uniform(0.005, 0.03)
-        while time.monotonic() < kill_at:
+        goal, deadline = seen + int(pause.integers(15, 80)), time.monotonic() + 60
+        while seen < goal and time.monotonic() < deadline:
             seen += _check_and_free(keeper, keep=3)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
