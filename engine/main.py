@@ -112,7 +112,12 @@ def build(
     self_check(model, arena, cache)
     root = model.root(arena.layout, tiers.block_tokens)
     lane = LaneWriter.open(
-        paths.lane(engine), lane_bytes=tiers.lane_bytes, record_count=tiers.lane_record_count, incarnation=incarnation
+        paths.lane(engine),
+        lane_bytes=tiers.lane_bytes,
+        record_count=tiers.lane_record_count,
+        incarnation=incarnation,
+        device=tiers.lane_device,
+        flush=tiers.lane_flush,
     )
     page.beat()
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None

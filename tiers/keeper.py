@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 import structlog
 
-from tiers import failpoints
-from tiers.errors import BadBlock, BadRecord, StaleEpoch, StoreFailed, TierError
-from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
+from tiers import failpoints, media
+from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
+from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
 from tiers.layout import BlockId, RootId, SequenceId, block_chain
 from tiers.lock import is_held
 from tiers.paths import Paths
@@ -78,7 +78,19 @@ class Drain:
 
     def open(self) -> None:
         """Make or open the store now, so that readers find one. Raises StoreFailed."""
+        self._adopt_device_lanes()
         self._open_store()
+
+    def _adopt_device_lanes(self) -> None:
+        """Lanes on a DAX device outlive a restart of the machine, their links in shared memory don't."""
+        if not self._settings.lane_device:
+            return
+        try:
+            device = media.Device.find(self._settings.lane_device)
+            for link in media.adopt(self._paths.lane_dir, device, lane_size):
+                log.info("drain.lane_adopted", lane=link.stem, device=str(device.path))
+        except (OSError, OtherFormat) as error:
+            log.error("drain.device_failed", device=self._settings.lane_device, error=str(error))
 
     # ------------------------------------------------------------ one group commit
 
@@ -127,7 +139,7 @@ class Drain:
 
     def _remove_drained(self, lane: LaneReader) -> None:
         """A lane that was set aside has no writer: once empty it is only memory in use."""
-        lane.path.unlink(missing_ok=True)
+        media.remove(lane.path)
         log.info("drain.lane_removed", lane=lane.name)
 
     def _open_store(self) -> Store:

@@ -9,6 +9,7 @@ Source: docs/log-format.md
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -25,10 +26,12 @@ import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
-from tiers import failpoints
+from tiers import failpoints, media
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.layout import Layout, RootId, SequenceId
+from tiers.media import Place
 from tiers.pages import populate_read
+from tiers.settings import LaneFlush
 
 log = structlog.get_logger()
 
@@ -45,6 +48,7 @@ ALIGN = 64
 GEOMETRY = struct.Struct("<8sIIQQQ")
 # 8-byte words, by index from the start of the file.
 GEOMETRY_CHECK_WORD = GEOMETRY.size // 8
+LANE_ID_WORD = 4
 INCARNATION_WORD = 16
 RESERVED_WORD = (
     24  # end of the newest reservation, monotonic bytes: what lies a ring's length below it may be overwritten
@@ -157,16 +161,16 @@ class LaneWriter:
     """
 
     def __init__(
-        self, path: Path, file: int, lane_id: int, lane_bytes: int, record_count: int, incarnation: int
+        self, path: Path, file: int, geometry: tuple[int, int, int], incarnation: int, flush: LaneFlush = "auto"
     ) -> None:
         self.path = path
-        self.lane_id = lane_id
-        self.lane_bytes = lane_bytes
-        self.record_count = record_count
+        self.record_count, self.lane_bytes, self.lane_id = record_count, lane_bytes, _ = geometry
         self._file = file
-        self._map = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        place = media.place_of(path)
+        self._map = place.map(writable=True)
         self._memory: memoryview = memoryview(self._map)
         self._words = self._memory.cast("Q")
+        self._flush = media.flusher(place, self._memory, flush)
         data = data_offset(record_count)
         self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
         self._reservation: Reservation | None = None
@@ -175,10 +179,20 @@ class LaneWriter:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, lane_bytes: int, record_count: int, incarnation: int, busy_s: float = 5.0
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        lane_bytes: int,
+        record_count: int,
+        incarnation: int,
+        busy_s: float = 5.0,
+        device: str = "",
+        flush: LaneFlush = "auto",
     ) -> LaneWriter:
         """Open the lane at `path` for appending; make, allocate and prefault it if there is none of this geometry.
 
+        device  a /dev/dax* device to make a new lane on; `path` is then a link to it. Empty: the lane is the file `path`
+        flush   see `media.flusher`
         A lane of another geometry that still holds records is set aside as `<name>~<n>.lane`, for the keeper to drain and remove.
         Cost    of a new file: first touch of all its pages, 0.6 GB/s; of an existing one: a mapping, well under 0.1 s a GB
         Raises  LaneBusy (a writer holds it for longer than busy_s), OSError ENOSPC (shared memory is full)
@@ -187,9 +201,10 @@ class LaneWriter:
         lane_bytes = (lane_bytes + PAGE - 1) & -PAGE
         lane_id = _usable_lane(path, lane_bytes, record_count, busy_s)
         if lane_id is None:
-            lane_id = _make_lane(path, lane_bytes, record_count)
+            make = _make_device_lane if device else _make_lane
+            lane_id = make(path, lane_bytes, record_count, device)
         file = _lock_writer(path, busy_s)
-        lane = cls(path, file, lane_id, lane_bytes, record_count, incarnation)
+        lane = cls(path, file, (record_count, lane_bytes, lane_id), incarnation, flush)
         log.info(
             "lane.opened",
             lane=path.stem,
@@ -312,9 +327,13 @@ class LaneWriter:
         self._memory[at : at + ENTRY.size] = body
         word = at >> 3
         self._words[word + ENTRY_CHECK] = xxh3_64_intdigest(body)
+        if self._flush is not None and size:
+            self._flush(data_offset(self.record_count) + offset % self.lane_bytes, size)
         failpoints.reach("append.commit_word.before")
         # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
         self._words[word + COMMIT] = number + 1
+        if self._flush is not None:
+            self._flush(at, ENTRY_BYTES)
         failpoints.reach("append.commit_word.after")
         self._head, self._head_bytes = number + 1, offset + padded(size)
         return number
@@ -343,31 +362,46 @@ def parse_entry(raw: bytes, number: int) -> RecordHeader:
     return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)
 
 
-def _read_geometry(path: Path) -> tuple[int, int, int] | None:
-    """(record count, ring bytes, lane id) of the file at `path`; None if it isn't a lane of this version."""
-    with open(path, "rb") as file:
-        raw = file.read(GEOMETRY.size + 8)
-        size = os.fstat(file.fileno()).st_size
+def _read_geometry(place: Place) -> tuple[int, int, int] | None:
+    """(record count, ring bytes, lane id) of the lane at `place`; None if there is no lane of this version."""
+    geometry = _parse_geometry(place.head(PAGE))
+    if geometry is None:
+        return None
+    size = data_offset(geometry[0]) + geometry[1]
+    return geometry if (size <= place.size if place.is_device else size == place.size) else None
+
+
+def _parse_geometry(raw: bytes) -> tuple[int, int, int] | None:
     if len(raw) < GEOMETRY.size + 8:
         return None
     magic, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
-    whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == int.from_bytes(raw[GEOMETRY.size :], "little")
+    check = int.from_bytes(raw[GEOMETRY.size : GEOMETRY.size + 8], "little")
+    whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == check
     if magic != LANE_MAGIC or version != LANE_VERSION or entry_bytes != ENTRY_BYTES or not whole:
         return None
-    return (record_count, lane_bytes, lane_id) if size == data_offset(record_count) + lane_bytes else None
+    return record_count, lane_bytes, lane_id
+
+
+def lane_size(head: bytes) -> int:
+    """Bytes of the lane whose header page is `head`; 0 if it isn't one."""
+    geometry = _parse_geometry(head)
+    return data_offset(geometry[0]) + geometry[1] if geometry else 0
 
 
 def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) -> int | None:
     """Id of the existing lane if it can be continued, after setting aside one that can't."""
     if not path.exists():
         return None
-    geometry = _read_geometry(path)
+    try:
+        geometry = _read_geometry(media.place_of(path))
+    except (OtherFormat, FileNotFoundError):
+        geometry = None
     if geometry is not None and geometry[:2] == (record_count, lane_bytes):
         return geometry[2]
     os.close(_lock_writer(path, busy_s))
     if geometry is None:
         log.warning("lane.discarded", lane=path.stem, reason="not a lane of this version")
-        path.unlink()
+        media.remove(path)
         return None
     aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")
     path.rename(aside)
@@ -375,7 +409,12 @@ def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) 
     return None
 
 
-def _make_lane(path: Path, lane_bytes: int, record_count: int) -> int:
+def _geometry_bytes(record_count: int, lane_bytes: int, lane_id: int) -> bytes:
+    header = GEOMETRY.pack(LANE_MAGIC, LANE_VERSION, ENTRY_BYTES, record_count, lane_bytes, lane_id)
+    return header + xxh3_64_intdigest(header).to_bytes(8, "little")
+
+
+def _make_lane(path: Path, lane_bytes: int, record_count: int, device: str = "") -> int:
     """Allocate and prefault a new lane; it gets its name only when whole, so nobody sees half a lane."""
     draft = path.with_name(path.name + ".new")
     lane_id = secrets.randbits(63)
@@ -383,14 +422,31 @@ def _make_lane(path: Path, lane_bytes: int, record_count: int) -> int:
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS in mid-capture
-        header = GEOMETRY.pack(LANE_MAGIC, LANE_VERSION, ENTRY_BYTES, record_count, lane_bytes, lane_id)
-        os.pwrite(file, header + xxh3_64_intdigest(header).to_bytes(8, "little"), 0)
+        os.pwrite(file, _geometry_bytes(record_count, lane_bytes, lane_id), 0)
         os.rename(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
     finally:
         os.close(file)
+    return lane_id
+
+
+def _make_device_lane(path: Path, lane_bytes: int, record_count: int, device: str) -> int:
+    """A new lane in a free range of a DAX device, and `path` as the link to it. Raises OSError ENOSPC, OtherFormat."""
+    found = media.Device.find(device)
+    lane_id = secrets.randbits(63)
+    start = data_offset(record_count)
+    with media.allocation(path.parent):
+        place = found.free_place(start + lane_bytes, lane_size)
+        if place is None:
+            raise OSError(errno.ENOSPC, f"no free range of {start + lane_bytes} bytes on the device", device)
+        with place.map_head(start, writable=True) as head:
+            head[:start] = bytes(start)  # whatever lay here before: no record of it may look committed
+            head[media.OWNER_OFFSET : media.OWNER_OFFSET + media.OWNER_BYTES] = media.owner_of(path.parent)
+            header = _geometry_bytes(record_count, lane_bytes, lane_id)
+            head[: len(header)] = header
+        media.write_link(path, place)
     return lane_id
 
 
@@ -426,32 +482,37 @@ class LaneReader:
     With `writable_tail` (the keeper only) the page with the tail word is mapped for writing, and nothing else.
     """
 
-    def __init__(self, path: Path, file: int, geometry: tuple[int, int, int], writable_tail: bool) -> None:
+    def __init__(
+        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int], writable_tail: bool
+    ) -> None:
         self.path = path
         self.record_count, self.lane_bytes, self.lane_id = geometry
-        self.inode = os.fstat(file).st_ino  # not used again for another file while this one is mapped
+        self.inode = inode  # not used again for another file while this one is held open
+        self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.closed = False
-        self._map = mmap.mmap(file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._map = place.map(writable=False)
         self._memory = memoryview(self._map)
         self._words = self._memory.cast("Q")
         self._entries = np.frombuffer(self._memory, _entry_view, self.record_count, DIRECTORY_OFFSET)
         self._commits = self._entries["commit"]
         self._ring = np.frombuffer(self._memory, np.uint8, self.lane_bytes, data_offset(self.record_count))
-        self._tail_map = mmap.mmap(file, PAGE, offset=PAGE) if writable_tail else None
+        self._tail_map = _map_tail(place) if writable_tail else None
         self._tail_memory = memoryview(self._tail_map).cast("Q") if self._tail_map is not None else None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, writable_tail: bool = False) -> LaneReader:
         """Map the lane at `path`. Raises OtherFormat, FileNotFoundError."""
         path = Path(path)
-        geometry = _read_geometry(path)
+        inode = os.stat(path).st_ino
+        place = media.place_of(path)
+        geometry = _read_geometry(place)
         if geometry is None:
             raise OtherFormat("not a lane of this version", where=str(path))
-        file = os.open(path, (os.O_RDWR if writable_tail else os.O_RDONLY) | os.O_CLOEXEC)
-        try:
-            return cls(path, file, geometry, writable_tail)
-        finally:
-            os.close(file)
+        reader = cls(path, inode, place, geometry, writable_tail)
+        if os.stat(path).st_ino != inode:  # replaced in between
+            reader.close()
+            raise FileNotFoundError(errno.ENOENT, "the lane was replaced while it was opened; open it again", str(path))
+        return reader
 
     @property
     def name(self) -> str:
@@ -491,7 +552,8 @@ class LaneReader:
 
     def intact(self, header: RecordHeader) -> bool:
         """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
-        return header.payload_offset + self.lane_bytes >= self._words[RESERVED_WORD]
+        words = self._words  # the id is another one when a device's range has been given to another lane
+        return header.payload_offset + self.lane_bytes >= words[RESERVED_WORD] and words[LANE_ID_WORD] == self.lane_id
 
     def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
         """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.
@@ -534,16 +596,25 @@ class LaneReader:
         """Free all records before `number`. The keeper only, after they are in the store."""
         assert self._tail_memory is not None, "opened without writable_tail"
         assert number >= self.tail, "a tail only moves on"
-        self._tail_memory[0] = number
+        self._tail_memory[TAIL_WORD if len(self._tail_memory) > TAIL_WORD else 0] = number
 
     def close(self) -> None:
         """Unmap, as soon as the last view is dropped."""
         self.closed = True
+        os.close(self._held)
         self._words.release()
         del self._entries, self._commits, self._ring
         if self._tail_map is not None and self._tail_memory is not None:
             _close_map(self._tail_map, self._tail_memory)
         _close_map(self._map, self._memory)
+
+
+def _map_tail(place: Place) -> mmap.mmap:
+    """The page with the tail word, for writing. Of a device no page can be mapped by itself: its first pages then."""
+    if place.is_device:
+        return place.map_head(2 * PAGE, writable=True)
+    tail = Place(place.path, place.offset + PAGE, PAGE)
+    return tail.map(writable=True)
 
 
 class LaneRef(NamedTuple):
