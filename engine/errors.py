@@ -4,6 +4,7 @@ EngineError
 ├── Refused        the request or the model can't be served as asked; trying again changes nothing
 │   ├── UnsupportedModel   at start: the model keeps state in a way that is not captured yet
 │   └── BadRequest         a `Submit` that does not fit this model
+├── Fenced         this engine was replaced while it stood still: end at once, write and send nothing
 └── DeviceFailed   the device is lost; the process reports it and exits, sessions go on elsewhere
 """
 
@@ -28,6 +29,10 @@ class BadRequest(Refused):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class Fenced(EngineError):
+    """The host agent gave this engine's work to another one."""
 
 
 class DeviceFailed(EngineError):

@@ -20,7 +20,7 @@ from engine import messages as m
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
 from engine.capture import Capture, Cursor
-from engine.errors import BadRequest
+from engine.errors import BadRequest, Fenced
 from engine.link import GatewayLink
 from engine.model import Model
 from engine.placement import choose_slot
@@ -119,6 +119,7 @@ class Engine:
         self.counters.steps += 1
         self.page.count_step()
         if outputs:
+            self._check_fence()
             self.link.send(m.Step(outputs))
         self._retire()
 
@@ -388,9 +389,15 @@ class Engine:
         slot = sequence.slot
         assert slot is not None, "computed without a slot"
         sequence.computed = slot.length = position
+        self._check_fence()
         if self.capture and sequence.cursor:
             self.capture.advance(sequence.cursor, slot)
             slot.stored = max(slot.stored, sequence.cursor.position)
+
+    def _check_fence(self) -> None:
+        """A stopped engine that wakes up after it was replaced ends before it writes or sends. Raises Fenced."""
+        if self.page.fenced:
+            raise Fenced(f"{self.name} was replaced while it stood still; another engine owns its streams")
 
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> m.Output:
         """Draw the next token of a sequence whose whole list is computed."""

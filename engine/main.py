@@ -1,7 +1,7 @@
 """Entry of an engine process: load, check, listen, run the step loop. `run` is called by the nursery's fork or by `python -m engine.main`.
 
 One process per device; everything runs on its main thread. Exit codes: 0 stopped, 3 the model can't be served (reason in the
-log), 70 device failed.
+log), 70 device failed, 71 fenced (it was replaced while it stood still).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
-from engine.errors import UnsupportedModel
+from engine.errors import Fenced, UnsupportedModel
 from engine.link import GatewayLink
 from engine.loop import Engine
 from engine.model import Model, load, self_check
@@ -41,6 +41,7 @@ log = structlog.get_logger()
 
 EXIT_UNSUPPORTED = 3
 EXIT_DEVICE = 70
+EXIT_FENCED = 71
 _LEASE_S = 15.0
 _LEASE_CHECK_S = 1.0
 
@@ -80,6 +81,9 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
 def _serve(loop: Engine, page: StatusPage) -> int:
     try:
         loop.run()
+    except Fenced as error:
+        log.error("engine.fenced", engine=loop.name, incarnation=loop.incarnation, error=str(error))
+        return EXIT_FENCED
     except RuntimeError as error:
         if loop.model.device.type == "cpu":
             raise

@@ -274,6 +274,7 @@ class EngineDown(Message, frozen=True):
 
     detect_ms  from the moment it was last known to live (hang: last beat) or, for a death, 0 where it can't be known, to the notice
     fence_ms   from the notice to the certainty
+    cause      of a hang: "stopped", "blocked", "disk" or "spinning"
     """
 
     engine: str
@@ -281,7 +282,20 @@ class EngineDown(Message, frozen=True):
     reason: str  # "killed", "exited", "hung", "device error"
     detect_ms: float
     fence_ms: float
+    cause: str = ""
+
+
+class EngineSlow(Message, frozen=True):
+    """An engine has been silent for longer than its bound, but it is not hung: nothing moves. Told once a silence.
+
+    cause  "starved" (it gets no processor), "computing" or "disk"
+    """
+
+    engine: str
+    incarnation: int
+    cause: str
+    beat_age_ms: float
 
 
 ToHost = Union[Subscribe, Suspect]
-FromHost = Union[EngineUp, EngineDown]
+FromHost = Union[EngineUp, EngineDown, EngineSlow]

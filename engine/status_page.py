@@ -23,8 +23,16 @@ _HEAD = struct.Struct("<8sIIQI")  # magic, pid, incarnation, start ticks, state
 _BEAT_AT = 64  # u64 CLOCK_MONOTONIC ns
 _BOUND_AT = 72  # u64 ns that may pass without a beat before the engine counts as hung
 _STEPS_AT = 80  # u64
+_FENCED_AT = 88  # u64, not 0: replaced; nothing of it counts any more
 _MUTEX_AT = 128
 _U64 = struct.Struct("<Q")
+
+# The bound is learned: so many times the longest silence of late, which fades by a thousandth a step (half in 700 steps).
+BOUND_FACTOR = 4
+BOUND_LIMIT_NS = 30_000_000_000
+FADE_BITS = 10
+FIRST_STEPS = 16  # first steps compile, fault in pages and fill caches: until then the bound is
+FIRST_BOUND_NS = 10_000_000_000
 
 _EOWNERDEAD = 130
 _ENOTRECOVERABLE = 131
@@ -56,6 +64,8 @@ class StatusPage:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._mutex = ctypes.c_char.from_buffer(memory, _MUTEX_AT)
+        self._beaten_ns = 0
+        self._longest_ns = 0
 
     @classmethod
     def create(cls, path: Path, incarnation: int) -> StatusPage:
@@ -92,20 +102,38 @@ class StatusPage:
 
     def beat(self) -> None:
         """Say "alive". Called by the step loop and between the layers of a step, never by a thread of its own."""
-        _U64.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        silence_ns = now_ns - self._beaten_ns
+        if silence_ns > self._longest_ns and self._beaten_ns:
+            self._longest_ns = silence_ns
+            self._tell_bound()
+        self._beaten_ns = now_ns
+        _U64.pack_into(self._memory, _BEAT_AT, now_ns)
 
     def count_step(self) -> None:
         """Count a finished step, and beat."""
         _U64.pack_into(self._memory, _STEPS_AT, self.step_count + 1)
+        self._longest_ns -= self._longest_ns >> FADE_BITS
+        self._tell_bound()
         self.beat()
 
-    def set_state(self, state: str) -> None:
-        """One of STATES."""
-        struct.pack_into("<I", self._memory, 24, STATES.index(state))
+    def _tell_bound(self) -> None:
+        """What may pass without a beat, learned from what did pass."""
+        bound_ns = FIRST_BOUND_NS if self.step_count < FIRST_STEPS else 0
+        bound_ns = max(bound_ns, min(BOUND_LIMIT_NS, BOUND_FACTOR * self._longest_ns))
+        _U64.pack_into(self._memory, _BOUND_AT, bound_ns)
 
-    def set_hang_bound_ms(self, bound_ms: float) -> None:
-        """How long the engine may go without a beat in what it does now; 0 leaves it to the watcher's floor."""
-        _U64.pack_into(self._memory, _BOUND_AT, int(bound_ms * 1e6))
+    def set_state(self, state: str) -> None:
+        """One of STATES. What was learned of silences while loading is no measure for serving."""
+        struct.pack_into("<I", self._memory, 24, STATES.index(state))
+        self._longest_ns = self._beaten_ns = 0
+        self._tell_bound()
+        self.beat()
+
+    @property
+    def fenced(self) -> bool:
+        """This engine has been replaced: it must write and send nothing more, and end."""
+        return self._memory[_FENCED_AT] != 0
 
     def _lock_for_life(self) -> None:
         attributes = ctypes.create_string_buffer(64)
@@ -121,6 +149,10 @@ class StatusPage:
             assert code == 0, f"robust mutex: {os.strerror(code)}"
 
     # ------------------------------------------------------------ watchers
+
+    def fence(self) -> None:
+        """Tell the engine, should it ever run again, that it was replaced."""
+        _U64.pack_into(self._memory, _FENCED_AT, 1)
 
     @property
     def pid(self) -> int:

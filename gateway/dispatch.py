@@ -252,13 +252,18 @@ class Dispatcher:
 
     # ------------------------------------------------------------ engines come and go
 
-    def on_host_news(self, news: m.EngineUp | m.EngineDown) -> None:
+    def on_host_news(self, news: m.FromHost) -> None:
         """What the host agent says."""
         if isinstance(news, m.EngineUp):
             self._engine_up(news)
+        elif isinstance(news, m.EngineSlow):
+            metrics.engine_slow.labels(news.cause).inc()
+            log.warning("recover.engine_slow", engine=news.engine, cause=news.cause, silent_ms=round(news.beat_age_ms))
         else:
             engine = self.engines.get(news.engine)
             if engine is not None and engine.incarnation <= news.incarnation:
+                if news.cause and engine.state != "down":
+                    metrics.engine_hangs.labels(news.cause).inc()
                 self._engine_down(engine, news.reason, news.detect_ms, news.fence_ms)
 
     def _engine_up(self, up: m.EngineUp) -> None:

@@ -27,7 +27,7 @@ class HostLink:
     def __init__(self, path: Path, gateway: str) -> None:
         self._path = path
         self._gateway = gateway
-        self.on_news: Callable[[m.EngineUp | m.EngineDown], None] = lambda news: None
+        self.on_news: Callable[[m.FromHost], None] = lambda news: None
         self._writer: asyncio.StreamWriter | None = None
         self._suspects: dict[tuple[str, int], m.Suspect] = {}
         self.subscribed = asyncio.Event()

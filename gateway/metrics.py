@@ -60,6 +60,8 @@ journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for t
 sessions_known = _gauge("sessions", "Named sessions on record")
 host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")
 engine_losses = _counter("engine_losses", "Engines lost", ("reason",))
+engine_hangs = _counter("engine_hangs", "Engines that were hung, by how", ("cause",))
+engine_slow = _counter("engine_slow", "Silences over the bound that were no hang", ("cause",))
 
 
 class EngineCollector(Collector):

@@ -225,6 +225,8 @@ _LEAST = {
     "tiers.drain_interval_ms": 1,
     "tiers.sync_interval_ms": 1,
     "host.hang_floor_ms": 50,
+    "host.stopped_ms": 10,
+    "host.spin_limit_s": 1,
     "host.watch_interval_ms": 1,
     "gateway.max_body_bytes": 1024,
 }

@@ -1,8 +1,8 @@
 """Host agent: one per machine. Starts, watches, fences and restarts engines; keeps keeper and nursery running; tells gateways.
 
 Process of its own (`python -m ops.host`, started by `serve`), one asyncio loop, one named thread per engine that blocks on the robust
-mutex in its status page. An engine is dead when its main thread is gone (mutex, then pidfd) and hung when its heartbeat is older than its
-bound; either way it gets SIGKILL, and `EngineDown` is sent only when it is dead for certain: fence, then restore.
+mutex in its status page. An engine is dead when its main thread is gone (mutex, then pidfd) and hung when `ops/hang.py` says so of its
+silence; either way it gets SIGKILL, and `EngineDown` is sent only when it is dead for certain: fence, then restore.
 When this process dies, keeper and nursery die with it, engines go on, and the next host agent adopts them.
 """
 
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import structlog
 from engine import messages, pid_file, wire
 from engine.status_page import StatusPage
 from ops.errors import ModelError, OpsError
+from ops.hang import HangJudge, Hung, look_at
 from ops.processes import (
     Backoff,
     ChildCommand,
@@ -58,6 +60,7 @@ class Down:
     reason: str
     detect_ms: float
     fence_ms: float
+    cause: str = ""
 
 
 class NurseryAway(Exception):
@@ -81,6 +84,10 @@ class EngineWatch:
         self._process_gone = asyncio.Event()  # memory freed, pid reapable
         self._suspect = asyncio.Event()
         self._suspect_reason = ""
+        self._judge = HangJudge(
+            settings.hang_floor_ms, settings.stopped_ms, settings.spin_limit_s * 1000, settings.watch_interval_ms
+        )
+        self.on_slow: Callable[[EngineWatch, str, float], None] = lambda watch, cause, beat_age_ms: None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._on_pidfd)
 
@@ -151,17 +158,27 @@ class EngineWatch:
         assert page is not None, "wait_down before wait_ready"
         interval_s = self._settings.watch_interval_ms / 1000
         while True:
-            slept_from = time.monotonic()
             await self._sleep_or_news(interval_s)
             if self._main_gone.is_set():
                 return await self._down_after_death(page)
             if self._suspect.is_set():
                 return await self._down_after_suspicion(page)
-            age_ms, bound_ms = page.beat_age_ms(), max(self._settings.hang_floor_ms, page.hang_bound_ms)
-            late_s = time.monotonic() - slept_from - interval_s
-            # If this process was held up itself (a paused machine), give the engine the chance to beat first.
-            if age_ms > bound_ms and late_s < bound_ms / 4000:
-                return await self._down_after_hang(age_ms, bound_ms)
+            hung = self._judge_silence(page)
+            if hung is not None:
+                return await self._down_after_hang(page, hung)
+
+    def _judge_silence(self, page: StatusPage) -> Hung | None:
+        """Costs a look into /proc only while the engine is silent for longer than two looks."""
+        age_ms = page.beat_age_ms()
+        if age_ms < 2 * self._settings.watch_interval_ms:
+            self._judge.beat()
+            return None
+        hung = self._judge.judge(look_at(self.pid, age_ms, page.hang_bound_ms))
+        cause = "" if hung else self._judge.slow()
+        if cause:
+            log.warning("watch.slow", engine=self.engine, incarnation=self.incarnation, cause=cause, silent_ms=age_ms)
+            self.on_slow(self, cause, age_ms)
+        return hung
 
     async def _sleep_or_news(self, interval_s: float) -> None:
         waits = [asyncio.ensure_future(event.wait()) for event in (self._main_gone, self._suspect)]
@@ -186,15 +203,19 @@ class EngineWatch:
         )
         return await self._down_after_death(page)
 
-    async def _down_after_hang(self, age_ms: float, bound_ms: float) -> Down:
+    async def _down_after_hang(self, page: StatusPage, hung: Hung) -> Down:
+        age_ms = page.beat_age_ms()
         log.warning(
-            "watch.hung", engine=self.engine, incarnation=self.incarnation, beat_age_ms=round(age_ms), bound_ms=bound_ms
-        )
-        return Down("hung", age_ms, await self.fence())
+            "watch.hung", engine=self.engine, incarnation=self.incarnation, cause=hung.cause,
+            beat_age_ms=round(age_ms), bound_ms=round(hung.bound_ms),
+        )  # fmt: skip
+        return Down("hung", age_ms, await self.fence(), hung.cause)
 
     async def fence(self) -> float:
         """SIGKILL, then wait until nothing of it can run; returns the milliseconds it took. Waits for ever: unfenced is alive."""
         started = time.monotonic()
+        if self._page is not None:
+            self._page.fence()  # should it ever run again, it finds that it was replaced
         self.signal(signal.SIGKILL)
         while not self._main_gone.is_set():
             try:
@@ -352,6 +373,7 @@ class HostAgent:
     async def _live(self, watch: EngineWatch) -> Down | None:
         """One incarnation from start to certain death; None if it never served."""
         self.watches[watch.engine] = watch
+        watch.on_slow = self._tell_slow
         down = None
         if await watch.wait_ready():
             self._ever_served = True
@@ -359,7 +381,7 @@ class HostAgent:
             self._tell(self._up(watch))
             down = await watch.wait_down()
             watch.ready = False
-            self._tell(messages.EngineDown(watch.engine, watch.incarnation, down.reason, down.detect_ms, down.fence_ms))
+            self._tell(self._down(watch, down))
         del self.watches[watch.engine]
         event = log.info if down is not None and down.reason == "exited" else log.warning
         event(
@@ -368,6 +390,7 @@ class HostAgent:
             incarnation=watch.incarnation,
             pid=watch.pid,
             reason=down.reason if down else "died before it served",
+            cause=down.cause or None if down else None,
             detect_ms=round(down.detect_ms, 2) if down else None,
             fence_ms=round(down.fence_ms, 2) if down else None,
         )
@@ -500,7 +523,15 @@ class HostAgent:
             watch.engine, watch.incarnation, watch.pid, str(self.paths.engine_socket(watch.engine))
         )
 
-    def _tell(self, message: messages.EngineUp | messages.EngineDown) -> None:
+    def _down(self, watch: EngineWatch, down: Down) -> messages.EngineDown:
+        return messages.EngineDown(
+            watch.engine, watch.incarnation, down.reason, down.detect_ms, down.fence_ms, down.cause
+        )
+
+    def _tell_slow(self, watch: EngineWatch, cause: str, beat_age_ms: float) -> None:
+        self._tell(messages.EngineSlow(watch.engine, watch.incarnation, cause, beat_age_ms))
+
+    def _tell(self, message: messages.FromHost) -> None:
         frame = wire.encode(message)
         for writer in list(self._subscribers):
             if writer.transport.get_write_buffer_size() > SUBSCRIBER_BUFFER_BYTES:

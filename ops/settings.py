@@ -13,7 +13,9 @@ class HostSettings:
     engines             engine processes on this machine
     nursery             fork engines from a process that has imported torch already (off: start each from scratch)
     adopt               take over engines that are found running (off: they are killed and started again)
-    hang_floor_ms       an engine without a heartbeat for this long is hung, unless its own bound for the step is longer
+    hang_floor_ms       an engine of which nothing ran or wanted to run for this long is hung, unless the bound that it learned is longer
+    stopped_ms          an engine that was stopped (SIGSTOP) and silent for this long is hung
+    spin_limit_s        an engine that computed for this long without a heartbeat is hung
     load_timeout_s      an engine that isn't ready after this long is killed and started again
     watch_interval_ms   how often heartbeats are looked at
     restart_backoff_ms  wait before an engine that died is started again while another serves; doubles with each death in a row
@@ -25,7 +27,9 @@ class HostSettings:
     engines: int = 2
     nursery: bool = True
     adopt: bool = True
-    hang_floor_ms: int = 1000
+    hang_floor_ms: int = 500
+    stopped_ms: int = 100
+    spin_limit_s: float = 60.0
     load_timeout_s: float = 300.0
     watch_interval_ms: int = 50
     restart_backoff_ms: int = 500

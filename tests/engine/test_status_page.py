@@ -80,3 +80,34 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         StatusPage.open(tmp_path / "x")
     with pytest.raises(FileNotFoundError):
         StatusPage.open(tmp_path / "none")
+
+
+def test_bound_is_learned_from_the_longest_silence_and_fades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = [1_000_000_000]
+    monkeypatch.setattr("engine.status_page.time.monotonic_ns", lambda: now_ns[0])
+    page = StatusPage.create(tmp_path / "e0.status", 1)
+
+    def step(silence_ms: float) -> None:
+        now_ns[0] += int(silence_ms * 1e6)
+        page.count_step()
+
+    now_ns[0] += 5_000_000_000  # loading
+    page.set_state("ready")
+    assert page.hang_bound_ms == 10_000, "first steps may take long"
+    for _ in range(20):
+        step(2)
+    assert page.hang_bound_ms == pytest.approx(8, rel=0.05)
+    step(100)
+    assert page.hang_bound_ms == pytest.approx(400, rel=0.01)
+    for _ in range(700):
+        step(2)
+    assert 150 < page.hang_bound_ms < 250
+    step(60_000)
+    assert page.hang_bound_ms == 30_000, "there is a limit"
+
+
+def test_fenced_engine_finds_out(tmp_path: Path) -> None:
+    page = StatusPage.create(tmp_path / "e0.status", 1)
+    assert not page.fenced
+    StatusPage.open(tmp_path / "e0.status").fence()
+    assert page.fenced

@@ -1,6 +1,7 @@
 """An engine without a model: makes its status page, beats, and ends on SIGTERM. `python -m tests.ops.fake_engine --engine e0 ...`.
 
-`die_at_start` in its settings' model_name makes it end before it is ready; `mute` keeps it from beating after it is ready.
+`die_at_start` in its settings' model_name makes it end before it is ready; `mute` keeps it from beating after it is ready,
+`spin` makes it compute for ever without a beat.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engine.status_page import StatusPage
+from engine.status_page import FIRST_STEPS, StatusPage
 from tiers.paths import Paths
 
 
@@ -26,6 +27,10 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     page.set_state("ready")
+    for _ in range(FIRST_STEPS):
+        page.count_step()
+    while settings["model_name"] == "spin":
+        pass
     while not ended.wait(0.02):
         if settings["model_name"] != "mute":
             page.count_step()

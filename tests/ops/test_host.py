@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,7 +33,7 @@ def paths(tmp_path: Path) -> Paths:
 
 
 def agent_settings(paths: Paths, *, model_name: str = "fake", **host: Any) -> dict[str, Any]:
-    values = HostSettings(engines=2, hang_floor_ms=300, watch_interval_ms=10, restart_backoff_ms=50, stop_timeout_s=5.0)
+    values = HostSettings(engines=2, hang_floor_ms=400, watch_interval_ms=10, restart_backoff_ms=50, stop_timeout_s=5.0)
     return {
         "host": dataclasses.asdict(dataclasses.replace(values, **host)),
         "engine": {"threads": 1},
@@ -140,10 +142,49 @@ async def test_stopped_engine_is_hung_and_fenced(paths: Paths) -> None:
         victim = await gateway.next()
         os.kill(victim.pid, signal.SIGSTOP)
         down = await gateway.next_of(messages.EngineDown)
-        assert (down.engine, down.reason) == (victim.engine, "hung")
-        assert down.detect_ms >= agent.host.hang_floor_ms
+        assert (down.engine, down.reason, down.cause) == (victim.engine, "hung", "stopped")
+        assert down.detect_ms >= agent.host.stopped_ms
         await until("its end", lambda: not pid_file.PidFile(victim.pid, 1).alive)
         gateway.close()
+
+
+async def test_engine_that_waits_for_ever_is_hung(paths: Paths) -> None:
+    async with running(agent_settings(paths, nursery=False, engines=1, model_name="mute")) as agent:
+        await until("its start", lambda: agent.watches.get("e0") and agent.watches["e0"].ready)
+        gateway = await Gateway.connect(paths)
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.reason, down.cause) == ("hung", "blocked")
+        gateway.close()
+
+
+async def test_engine_that_computes_without_a_beat_is_slow_then_hung(paths: Paths) -> None:
+    settings = agent_settings(paths, nursery=False, engines=1, model_name="spin", hang_floor_ms=100, spin_limit_s=1)
+    async with running(settings):
+        await until("the host agent", paths.host_socket.exists)
+        gateway = await Gateway.connect(paths)
+        slow = await gateway.next_of(messages.EngineSlow)
+        assert slow.cause in ("computing", "starved")
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.reason, down.cause) == ("hung", "spinning")
+        gateway.close()
+
+
+async def test_engine_starved_of_processor_is_not_hung(paths: Paths) -> None:
+    """A noisy neighbour: the engines run at the lowest priority beside busy loops, and nobody dies of it."""
+    async with running(agent_settings(paths, nursery=False, hang_floor_ms=60)) as agent:
+        await until("engines", lambda: all_ready(agent))
+        before = {name: watch.pid for name, watch in agent.watches.items()}
+        for pid in before.values():
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        noise = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+        try:
+            await asyncio.sleep(float(os.environ.get("NOISY_NEIGHBOUR_S", "3")))
+        finally:
+            for process in noise:
+                process.kill()
+                process.wait()
+        assert {name: watch.pid for name, watch in agent.watches.items()} == before
 
 
 async def test_suspected_engine_is_fenced(paths: Paths) -> None:

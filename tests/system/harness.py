@@ -7,6 +7,7 @@ compared (a row in a batch isn't bit-equal to the row alone).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.driver import EngineView, System
+from bench.driver import DriverError, EngineView, System
 from bench.sse import Answer
 
 ANSWER_TOKENS = 48
@@ -191,7 +192,21 @@ def after(token_count: int, act: Callable[[Answer], Any]) -> Callable[[Answer], 
 
 def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[[Answer], None]:
     """Acts by sending a signal to the engine that serves the stream now."""
-    return lambda answer: os.kill(system.serving_engine(answer.stream_id).pid, number)
+    return lambda answer: kill_serving(system, answer.stream_id, number)
+
+
+def kill_serving(system: System, stream_id: str, number: signal.Signals = signal.SIGKILL, pid: int = 0) -> int:
+    """Send a signal to the engine that serves the stream, `pid` if it still does; return the pid that got it.
+
+    An engine that was replaced meanwhile is looked up again: the one to be hit is the one that serves now.
+    """
+    for _ in range(100):
+        with contextlib.suppress(ProcessLookupError):
+            pid = pid or system.serving_engine(stream_id).pid
+            os.kill(pid, number)
+            return pid
+        pid = 0
+    raise DriverError(f"no engine that serves {stream_id} could be hit")
 
 
 def kill_at(system: System, token_count: int) -> Callable[[Answer], None]:
@@ -206,7 +221,7 @@ def kill_at(system: System, token_count: int) -> Callable[[Answer], None]:
             found.append(system.serving_engine(answer.stream_id))
         act(answer)
 
-    act = after(token_count, lambda answer: os.kill(found[0].pid, signal.SIGKILL))
+    act = after(token_count, lambda answer: kill_serving(system, answer.stream_id, pid=found[0].pid))
     return watch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -80,7 +79,7 @@ def test_demo_killed_in_prefill(demo: System, reference: System) -> None:
     engine = demo.wait(
         "an engine in prefill", lambda: next((e for e in demo.engines() if e.stats["running"]), None), 10.0
     )
-    os.kill(engine.pid, signal.SIGKILL)
+    h.kill_serving(demo, "", pid=engine.pid)
     reader.join(120.0)
     got = box[0]
     assert len(h.recoveries(got)) == 1, f"it was to be killed before the first token: {got.describe()}"
@@ -147,9 +146,7 @@ def test_demo_stopped_engine_is_fenced_and_its_stream_goes_on(demo: System, refe
     stopped: list[int] = []
 
     def stop(answer: Answer) -> None:
-        engine = demo.serving_engine(answer.stream_id)
-        os.kill(engine.pid, signal.SIGSTOP)
-        stopped.append(engine.pid)
+        stopped.append(h.kill_serving(demo, answer.stream_id, signal.SIGSTOP))
 
     got = demo.stream(h.COMPLETIONS, h.story(demo, 48), watch=h.after(12, stop))
     h.assert_same(got, want, "stopped after 12 tokens")
@@ -165,7 +162,7 @@ def test_tiny_answer_that_is_not_streamed_survives_too(tiny: System) -> None:
     box: list[Any] = []
     reader = threading.Thread(target=lambda: box.append(tiny.call("POST", h.CHAT, body)))
     reader.start()
-    os.kill(tiny.serving_engine().pid, signal.SIGKILL)
+    h.kill_serving(tiny, "")
     reader.join(60.0)
     status, _, got = box[0]
     assert status == 200, got

@@ -1,0 +1,31 @@
+"""An engine that was replaced while it stood still writes nothing and sends nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import Fenced
+from engine.main import EXIT_FENCED, _serve
+from tests.engine.driver import random_tokens, submit
+
+
+def test_nothing_is_written_or_sent_after_the_fence(start_engine) -> None:  # type: ignore[no-untyped-def]
+    driver = start_engine()
+    driver.handle(submit("a" * 24, random_tokens(1, 40), answer=50))
+    driver.run_until_token("a" * 24, 5)
+    lane, sent = driver.engine.capture.lane, len(driver.sent)
+    head = lane.head
+    driver.engine.page.fence()
+    with pytest.raises(Fenced, match="was replaced"):
+        driver.step()
+    assert (lane.head, len(driver.sent)) == (head, sent)
+
+
+def test_fenced_engine_ends_with_its_own_exit_code(start_engine) -> None:  # type: ignore[no-untyped-def]
+    driver = start_engine()
+    driver.handle(submit("b" * 24, random_tokens(2, 40), answer=50))
+    driver.run_until_token("b" * 24, 5)
+    driver.engine.page.fence()
+    head = driver.engine.capture.lane.head
+    assert _serve(driver.engine, driver.engine.page) == EXIT_FENCED
+    assert driver.engine.capture.lane.head == head
