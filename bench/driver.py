@@ -371,8 +371,9 @@ class System:
         timeout_s: float = 120.0,
         answer: Answer | None = None,
     ) -> Answer:
-        """POST a streamed request, read it to its end; `watch` runs after each event, hangs up after `stop_after` tokens."""
-        body = {"model": self.model_name(), **body, "stream": True}
+        """POST a streamed request (with usage), read it to its end; `watch` runs after each event, hangs up after `stop_after` tokens."""
+        usage = {"stream_options": {"include_usage": True}}
+        body = {"model": self.model_name(), **usage, **body, "stream": True}
         return self._read("POST", path, body, headers, watch, stop_after, timeout_s, answer or Answer())
 
     def resume(

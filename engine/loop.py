@@ -21,13 +21,14 @@ from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
 from engine.capture import Capture, Cursor
 from engine.errors import BadRequest, Fenced
+from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.model import Model
 from engine.placement import choose_slot
 from engine.restore import Restore, Speeds, worth_restoring
 from engine.sampler import logprobs_of, sample
 from engine.schedule import Action, Kind, choose, exact_start
-from engine.sequence import Sequence
+from engine.sequence import Sequence, common_prefix
 from engine.status_page import StatusPage
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
@@ -72,6 +73,7 @@ class Engine:
     block_tokens: int
     prefill_chunk: int
     keep_running: Callable[[], bool]
+    grammars: Grammars
     waiting: list[Sequence] = field(default_factory=list)
     active: list[Sequence] = field(default_factory=list)
     ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
@@ -165,6 +167,7 @@ class Engine:
         )
         for sequence in known:
             self._tell_again(sequence)
+        self.grammars.warm()
         log.info("link.attached", gateway=attach.gateway, streams=len(known))
 
     def _tell_again(self, sequence: Sequence) -> None:
@@ -187,6 +190,8 @@ class Engine:
         except BadRequest as error:
             self.link.send(m.Refused(submit.stream, submit.epoch, error.code, str(error)))
             return
+        if submit.grammar:
+            sequence.grammar = self.grammars.prepare(submit.grammar, submit.stop_tokens, sequence.generated)
         self.waiting.append(sequence)
 
     def _check(self, sequence: Sequence) -> None:
@@ -245,14 +250,15 @@ class Engine:
         """Give waiting sequences slots, in order of arrival, while there are any."""
         if any(s.finish for s in self.active):
             return  # its last token is fed in the next step; then its state can be taken over in place
-        while self.waiting:
-            sequence = self.waiting[0]
+        for sequence in list(self.waiting):
+            if not self._admissible(sequence):
+                continue
             submit, tokens = sequence.submit, sequence.array()
             limit = len(tokens) - 1
             choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
             if choice is None:
                 return
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             self.active.append(sequence)
             shared = choice.shared
             if sequence.recovering and self._stored(sequence, tokens, limit) >= shared:
@@ -260,6 +266,26 @@ class Engine:
             elif choice.source is not choice.target:
                 self.arena.copy_prefix(choice.source, choice.target, shared)
             self._place(sequence, choice.target, shared, tokens, limit)
+
+    def _admissible(self, sequence: Sequence) -> bool:
+        """Not while its grammar is compiled, nor while another sequence computes a prefix that it can take over (n > 1)."""
+        if sequence.compiling:
+            return False
+        error = sequence.grammar.exception() if sequence.grammar else None
+        if error is not None:
+            self.waiting.remove(sequence)
+            self.link.send(m.Refused(*sequence.key, "bad_grammar", str(error)))
+            return False
+        return sequence.recovering or not any(self._computes_for(sequence, other) for other in self.active)
+
+    def _computes_for(self, sequence: Sequence, other: Sequence) -> bool:
+        """At least a block of `sequence` is about to be there, because `other` begins with it."""
+        if other.finish or other.slot is None or not (other.restore or other.prompt_missing):
+            return False
+        if not sequence.shares_state_with(other):
+            return False
+        shared = common_prefix(sequence.tokens[:-1], other.tokens[: other.submit.prompt_count])
+        return shared - other.slot.length >= self.block_tokens
 
     def _place(self, sequence: Sequence, slot: Slot, shared: int, tokens: np.ndarray, limit: int) -> None:
         """Take over a slot whose first `shared` tokens are right, and plan what to restore beyond them."""
@@ -361,7 +387,7 @@ class Engine:
         self.speeds.saw_prefill(end - start, time.perf_counter() - began)
         self.counters.prefill_tokens += end - start
         self._computed(sequence, end)
-        return [self._sample(sequence, logits[0])] if logits is not None else []
+        return self._sample(sequence, logits[0]) if logits is not None else []
 
     def _decode(self, action: Action) -> list[m.Output]:
         """One token of each sequence: forced while the next one is known, sampled at the end of the list."""
@@ -375,7 +401,7 @@ class Engine:
         for index, sequence in enumerate(rows):
             self._computed(sequence, sequence.computed + 1)
             if sequence.computed == len(sequence.tokens) and not sequence.finish:
-                outputs.append(self._sample(sequence, logits[index]))
+                outputs += self._sample(sequence, logits[index])
                 self.counters.decode_tokens += 1
             else:
                 self.counters.forced_tokens += 1
@@ -399,12 +425,22 @@ class Engine:
         if self.page.fenced:
             raise Fenced(f"{self.name} was replaced while it stood still; another engine owns its streams")
 
-    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> m.Output:
-        """Draw the next token of a sequence whose whole list is computed."""
+    def _sample(self, sequence: Sequence, logits: torch.Tensor) -> list[m.Output]:
+        """Draw the next token of a sequence whose whole list is computed; nothing if its grammar can't be followed."""
         submit, position = sequence.submit, len(sequence.tokens)
         if not sequence.told_forced:
             self._tell_forced(sequence)
-        token = sample(logits, submit.sampling, sequence.generated, position)
+        try:
+            matcher = sequence.grammar.result() if sequence.grammar else None
+            token = sample(
+                logits, submit.sampling, sequence.generated, position, matcher.allowed() if matcher else None
+            )
+            if matcher and token not in submit.stop_tokens:
+                matcher.advance([token])
+        except BadRequest as error:
+            self.link.send(m.Refused(*sequence.key, error.code, str(error)))
+            sequence.finish = "cancelled"
+            return []
         sequence.tokens.append(token)
         assert sequence.slot is not None, "sampled without a slot"
         sequence.slot.tokens[position] = token
@@ -416,13 +452,15 @@ class Engine:
         logprobs = logprobs_of(logits, token, count) if count >= 0 else None
         output = m.Output(submit.stream, submit.epoch, position, token, sequence.finish, logprobs)
         sequence.outputs.append(output)
-        return output
+        return [output]
 
     def _tell_forced(self, sequence: Sequence) -> None:
         assert sequence.started is not None, "sampled before it began"
         sequence.told_forced = True
         elapsed_ms = (time.monotonic() - sequence.began) * 1e3
-        self.link.send(m.Forced(*sequence.key, token_count=sequence.started.recomputed, ms=elapsed_ms))
+        known = max(sequence.submit.prompt_count, sequence.started.prefill_start)
+        forced = max(0, sequence.submitted_count - known)
+        self.link.send(m.Forced(*sequence.key, token_count=forced, ms=elapsed_ms))
 
     # ------------------------------------------------------------ the end of a sequence
 

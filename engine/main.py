@@ -25,6 +25,7 @@ from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
 from engine.errors import Fenced, UnsupportedModel
+from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.loop import Engine
 from engine.model import Model, load, self_check
@@ -93,6 +94,7 @@ def _serve(loop: Engine, page: StatusPage) -> int:
     page.set_state("draining")
     if loop.capture:
         loop.capture.lane.close()
+    loop.grammars.close()
     loop.link.close()
     return 0
 
@@ -140,6 +142,7 @@ def build(
         block_tokens=tiers.block_tokens,
         prefill_chunk=options.prefill_chunk,
         keep_running=HostLease(paths.host_lock),
+        grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
     )
 
 

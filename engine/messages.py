@@ -119,6 +119,7 @@ class Submit(Message, frozen=True):
     stop_tokens    sampling one of these ends the stream with finish "stop" (the token is part of the list)
     max_position   the stream ends with finish "length" when its token list is this long
     session        name under which its state stays resident afterwards; "" if anonymous
+    grammar        what the tokens after the prompt must match, as llguidance takes it; "" if anything goes
     """
 
     stream: str
@@ -131,6 +132,7 @@ class Submit(Message, frozen=True):
     namespace: str = "default"
     session: str = ""
     prefill_start: int = -1
+    grammar: str = ""
 
 
 class Cancel(Message, frozen=True):
@@ -198,7 +200,10 @@ class Started(Message, frozen=True):
 
 
 class Forced(Message, frozen=True):
-    """A recovery has fed the known tail back. Sent before the first `Output` where a tail was fed or prefilled again."""
+    """The known list is computed to its end: `ms` since `Started`. Sent before the first `Output` of a submission.
+
+    token_count  tokens of the answer that were known and fed again; those of the prompt are not counted
+    """
 
     stream: str
     epoch: int
@@ -219,7 +224,10 @@ class Captured(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """A `Submit` that can't be served: code is "too_long", "bad_token", "other_model" or "failed"; message tells the user what to do."""
+    """A `Submit` that can't be served, or no longer; message tells the user what to do.
+
+    code  "too_long", "bad_token", "bad_grammar", "other_model" or "failed"
+    """
 
     stream: str
     epoch: int

@@ -49,6 +49,7 @@ class Model:
     layers: list[LayerShape]
     weights_digest: str
     cache_argument: str
+    stop_tokens: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def forward(self, tokens: list[list[int]], starts: list[int], cache: Any, *, logits: bool) -> torch.Tensor | None:
@@ -110,6 +111,7 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
         layers=[],
         weights_digest=digest_weights(directory),
         cache_argument="cache" if "cache" in parameters else "past_key_values",
+        stop_tokens=_stop_tokens(module),
     )
     model.layers = _probe(model)
     module.set_attn_implementation(attention.NAME)
@@ -158,6 +160,14 @@ def _dtype(setting: str, device: torch.device, config: Any) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
     return getattr(config, "dtype", None) or torch.bfloat16
+
+
+def _stop_tokens(module: Any) -> tuple[int, ...]:
+    """Tokens that end an answer, as the checkpoint names them."""
+    generation = getattr(module, "generation_config", None)
+    stops = getattr(generation, "eos_token_id", None)
+    stops = module.config.get_text_config().eos_token_id if stops is None else stops
+    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
 
 
 def _context_of(config: Any) -> int:

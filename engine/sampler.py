@@ -22,14 +22,19 @@ def uniform(seed: int, position: int) -> float:
     return (int(bits.random_raw()) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, generated: list[int], position: int) -> int:
+def sample(
+    logits: torch.Tensor, sampling: Sampling, generated: list[int], position: int, allowed: torch.Tensor | None = None
+) -> int:
     """Choose a token id.
 
     logits     (vocab,), any float dtype or device; not changed
     generated  tokens of this answer so far, for the penalties
     position   index that the chosen token will have in the token list
+    allowed    (vocab,) bool: the tokens that a grammar lets through; None: all
     """
     scores = _penalised(logits.float(), sampling, generated)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
     if sampling.temperature == 0:
         return int(scores.argmax())
     scores = scores / sampling.temperature
@@ -91,4 +96,4 @@ def _inverse(weights: torch.Tensor, draw: float) -> int:
     """Index at which the cumulated weights pass `draw` of their sum."""
     cumulated = weights.double().cumsum(-1)
     index = int(torch.searchsorted(cumulated, draw * cumulated[-1], right=True))
-    return min(index, weights.numel() - 1)
+    return index if index < weights.numel() else int(weights.nonzero()[-1])  # rounded up to the sum

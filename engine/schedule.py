@@ -47,7 +47,10 @@ def _next_prefix_work(restoring: Listing[Sequence], prefilling: Listing[Sequence
         return Action("restore", (restoring[0],), 0, prefill_chunk)
     if prefilling:
         start = prefilling[0].computed
-        end = cut_after(start, prefilling[0].submit.prompt_count, prefill_chunk)
+        submit = prefilling[0].submit
+        end = cut_after(start, submit.prompt_count, prefill_chunk)
+        if start < submit.prefill_start < end:
+            end = submit.prefill_start  # the first time, what lies before it was put back and the rest began here
         return Action("prefill", (prefilling[0],), start, end)
     return None
 

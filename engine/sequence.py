@@ -7,12 +7,14 @@ token list, and whether it is finished. So a cold prompt, a prefix hit and a rec
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.arena import Slot
 from engine.capture import Cursor
+from engine.grammar import Matcher
 from engine.messages import Output, Started, Submit, unpack_tokens
 from engine.restore import Restore
 
@@ -36,6 +38,7 @@ class Sequence:
     reason: str = ""
     began: float = 0.0
     told_forced: bool = False
+    grammar: Future[Matcher] | None = None
 
     @classmethod
     def of(cls, submit: Submit) -> Sequence:
@@ -49,9 +52,18 @@ class Sequence:
         return self.submit.stream, self.submit.epoch
 
     @property
+    def compiling(self) -> bool:
+        """Its grammar isn't ready yet."""
+        return self.grammar is not None and not self.grammar.done()
+
+    @property
     def recovering(self) -> bool:
         """Not the first submission of its stream: what was delivered must be continued bit for bit."""
         return self.submit.prefill_start >= 0 or self.submitted_count > self.submit.prompt_count
+
+    def shares_state_with(self, other: Sequence) -> bool:
+        """Whether equal prefixes of the two have the same state."""
+        return self.submit.namespace == other.submit.namespace
 
     @property
     def prompt_missing(self) -> bool:
@@ -71,3 +83,11 @@ class Sequence:
     def array(self) -> np.ndarray:
         """The token list as int32."""
         return np.asarray(self.tokens, dtype=np.int32)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two lists share from the start."""
+    count = min(len(a), len(b))
+    if a[:count] == b[:count]:
+        return count
+    return next(index for index in range(count) if a[index] != b[index])

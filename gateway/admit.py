@@ -12,7 +12,8 @@ from collections.abc import Callable
 from engine.messages import pack_tokens
 from gateway import openai_schema as schema
 from gateway.chat_template import ChatTemplate, no_chat_template
-from gateway.errors import ApiError, bad_request, not_found
+from gateway.errors import ApiError, bad_request, not_found, not_supported
+from gateway.grammar import grammar_of
 from gateway.journal import StreamSpec
 from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
 from gateway.streams import new_stream_id
@@ -53,6 +54,7 @@ class Admission:
             kind, field, prompt = "chat", "messages", self._chat_prompt(request)
         else:
             kind, field, prompt = "text", "prompt", self._text_prompt(request)
+        grammar = self._grammar(request)
         return StreamSpec(
             stream=new_stream_id(),
             kind=kind,
@@ -67,7 +69,24 @@ class Admission:
             streamed=wish.stream,
             stored=wish.store or bool(wish.session),
             session=wish.session,
+            grammar=grammar,
         )
+
+    def _grammar(self, request: Request) -> str:
+        """What the answer must match. Raises ApiError."""
+        grammar, field = grammar_of(request)
+        if grammar:
+            self._check_text(field)
+        return grammar
+
+    def _check_text(self, field: str) -> None:
+        """A grammar is about text, and its end is an end token's. Raises ApiError."""
+        if not self._codec.has_text:
+            raise not_supported(field, f"{field}: needs a model with a tokenizer.json; this one's text is token ids")
+        if not self._facts.stop_tokens:
+            raise not_supported(
+                field, f"{field}: needs a model that names its end token (eos_token_id); this one names none"
+            )
 
     def _chat_prompt(self, request: ChatRequest) -> list[int]:
         if self._template is None or not self._codec.has_chat:

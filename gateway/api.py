@@ -106,13 +106,21 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         return error_response(_translate(request, error))
     except web.RequestPayloadError as error:
-        return error_response(bad_request(f"the body can't be unpacked: {error}", code="invalid_body"))
+        return _unreadable(request, error)
     except (ConnectionResetError, TimeoutError):
         raise
     except Exception as error:  # a bug in one request must not end the others
         log.exception("request.failed", path=request.path)
         message = f"the gateway failed on this request: {type(error).__name__}; its log says more"
         return error_response(ApiError(500, message, code="internal_error"))
+
+
+def _unreadable(request: web.Request, error: web.RequestPayloadError) -> web.Response:
+    """The body is not what its encoding says; what is left of it can't be read either, so the connection ends."""
+    response = error_response(bad_request(f"the body can't be unpacked: {error}", code="invalid_body"))
+    response.force_close()
+    request.content.feed_eof()  # or aiohttp would try to read the rest, and log a traceback
+    return response
 
 
 def _check_key(request: web.Request) -> None:

@@ -13,6 +13,7 @@ from gateway import metrics
 from gateway.api import GATEWAY, STREAM, Gateway, error_response, json_response, read_body, stream_headers
 from gateway.delivery import serve_events
 from gateway.errors import ApiError, overloaded, unavailable
+from gateway.grammar import constrained
 from gateway.journal import StreamSpec
 from gateway.sse import end_error
 from gateway.streams import Stream
@@ -50,9 +51,9 @@ async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
 
 
 async def _admit(gateway: Gateway, kind: str, body: bytes, session: str | None) -> StreamSpec:
-    """Parse and tokenize; a long prompt on a thread, so that it holds up nobody else's tokens (the tokenizer frees the GIL)."""
+    """Parse and tokenize; a long prompt or a grammar on a thread, so that it holds up nobody else's tokens (both free the GIL)."""
     parsed = gateway.admission.parse(kind, body)
-    if len(body) < LONG_BODY_BYTES:
+    if len(body) < LONG_BODY_BYTES and not constrained(parsed):
         return gateway.admission.spec(parsed, session)
     return await asyncio.to_thread(gateway.admission.spec, parsed, session)
 

@@ -79,16 +79,19 @@ def _last_event_id(stream: Stream) -> int:
 
 
 def _cursor(request: web.Request) -> int:
-    """The last event that the client has; -1: none. `?from=` wins over the header."""
-    text = request.query.get("from", request.headers.get("Last-Event-ID", "-1")).strip()
+    """The last event that the client has; -1: none. `?from=` wins over the header; an empty header is none, as browsers send it."""
     name = "from" if "from" in request.query else "Last-Event-ID"
+    text = request.query["from"] if name == "from" else request.headers.get(name, "")
+    if name != "from" and not text.strip():
+        return -1
     try:
-        cursor = int(text)
+        cursor = int(text.strip())
     except ValueError as error:
         message = f"{name}: expected the id of the last event that was seen, a number, got {text!r}"
         raise bad_request(message, name, "invalid_type") from error
-    if cursor < -1:
-        raise bad_request(f"{name}: must be at least -1, got {cursor}", name, "out_of_range")
+    if cursor < 0:
+        hint = "leave it out to read from the beginning"
+        raise bad_request(f"{name}: must be at least 0, got {cursor}; {hint}", name, "out_of_range")
     return cursor
 
 

@@ -213,6 +213,7 @@ class Dispatcher:
                 namespace=stream.spec.namespace,
                 session=stream.spec.session,
                 prefill_start=stream.started.prefill_start if stream.started else -1,
+                grammar=stream.spec.grammar,
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
@@ -574,7 +575,7 @@ class Dispatcher:
             return
         end = j.End(finish_reason, cause, time.time())
         if refused is not None:
-            status = {"too_long": 400, "bad_token": 400, "no_engine": 503}.get(refused.code, 500)
+            status = {"too_long": 400, "bad_token": 400, "bad_grammar": 400, "no_engine": 503}.get(refused.code, 500)
             end = j.End(finish_reason, cause, time.time(), status, refused.code, refused.message)
         self._stop_waiting(stream)
         engine = self.engines.get(stream.engine)

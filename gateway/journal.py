@@ -38,6 +38,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     seed        in `sampling`; chosen by the gateway if the request named none
     streamed    asked for as SSE (a resume is always SSE)
     stored      goes on without a client
+    grammar     what the answer must match, as the engine takes it; "" if anything goes
     """
 
     stream: str
@@ -54,6 +55,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     stored: bool = False
     session: str = ""
     namespace: str = "default"
+    grammar: str = ""
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ TOP_LOGPROBS_LIMIT = 20
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
+MAY_BE_SILENT = ("assistant", "tool", "function")  # roles whose messages may have no content
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -31,7 +32,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message; `content` is text or a list of parts."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | None | msgspec.UnsetType = msgspec.UNSET
     name: str | None = None
 
 
@@ -53,9 +54,11 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     session_id: str | None = None
     store: bool | None = None
-    user: Any = None
+    user: str | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
+    regex: Any = None
+    grammar: Any = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     guided_json: Any = None
@@ -183,7 +186,7 @@ def _decode(body: bytes, form: type) -> Any:
     try:
         return msgspec.json.decode(body, type=form)
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from error
+        raise _wrong_type(str(error), body) from error
     except RecursionError as error:
         raise bad_request("the body is nested too deeply", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -211,7 +214,7 @@ _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOT
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 
 
-def _wrong_type(cause: str) -> ApiError:
+def _wrong_type(cause: str, body: bytes) -> ApiError:
     """msgspec's message, turned to start with the field."""
     match = _VALIDATION.match(cause)
     assert match is not None, "the pattern matches any text"
@@ -220,6 +223,9 @@ def _wrong_type(cause: str) -> ApiError:
     if missing:
         field = f"{path}.{missing['field']}" if path else missing["field"]
         return bad_request(f"{field}: is required", field, "missing_required_parameter")
+    value = json.loads(body).get(path) if path.isidentifier() else None
+    if isinstance(value, float) and abs(value) >= 1 << 63:
+        return bad_request(f"{path}: must be a whole number of 64 bits, got {value:g}", path, "out_of_range")
     what = match["what"].replace("`", "")
     what = what[:1].lower() + what[1:]
     return bad_request(f"{path or 'the body'}: {what}", path or None, "invalid_type")
@@ -239,12 +245,10 @@ def _check_common(request: Request) -> None:
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(1 << 63), (1 << 64) - 1)
     _check_range("max_tokens", request.max_tokens, 1, None)
-    for name in ("tools", "functions", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+    for name in ("tools", "functions", "logit_bias"):
         _refuse(request, name)
-    _refuse(request, "structured_outputs")
-    form = (request.response_format or {}).get("type", "text")
-    if form != "text":
-        raise not_supported("response_format", f"response_format: only type 'text' is served, got {form!r}")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options: needs stream to be true", "stream_options")
 
 
 def _refuse(request: Request, name: str) -> None:
@@ -307,9 +311,14 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.role not in ROLES:
         field = f"messages[{index}].role"
         raise bad_request(f"{field}: must be one of {', '.join(ROLES)}, got {message.role!r}", field)
-    if content is None and message.role not in ("assistant", "tool", "function"):
+    if content is None and message.role not in MAY_BE_SILENT:
         field = f"messages[{index}].content"
-        raise bad_request(f"{field}: is required", field, "missing_required_parameter")
+        raise bad_request(f"{field}: must be text or a list of parts, not null", field, "invalid_type")
+    if content is msgspec.UNSET:
+        if message.role not in MAY_BE_SILENT:
+            field = f"messages[{index}].content"
+            raise bad_request(f"{field}: is required", field, "missing_required_parameter")
+        content = None
     if isinstance(content, list):
         content = "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
     rendered: dict[str, Any] = {"role": message.role, "content": content or ""}

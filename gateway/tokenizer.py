@@ -20,6 +20,7 @@ class TextCodec(Protocol):
     """What the rest of the gateway needs of a tokenizer."""
 
     has_chat: bool
+    has_text: bool  # False: what stands for text is token ids
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text; add_special lets the model's post-processor add its begin token."""
@@ -38,6 +39,7 @@ class TextTokenizer:
     """A `tokenizers.Tokenizer` of the model."""
 
     has_chat = True
+    has_text = True
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -65,6 +67,7 @@ class TokenIdText:
     """No tokenizer: text is ids separated by spaces. `decode` of a part is a part of the text, as with real text."""
 
     has_chat = False
+    has_text = False
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         try:

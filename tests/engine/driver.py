@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class EngineDriver:
         if self.engine.capture:
             self.engine.capture.lane.close()
         self.engine.link.close()
+        self.engine.grammars.close()
         self.engine.finder.close()
 
     def handle(self, *messages: m.ToEngine) -> None:
@@ -65,6 +67,13 @@ class EngineDriver:
             if not (self.engine.active or self.engine.waiting):
                 return
         raise AssertionError(f"still busy after {step_limit} steps: {self.engine.active}")
+
+    def run_until_done(self, timeout_s: float = 60.0) -> None:
+        """As `run`, also where a grammar is compiled on its thread meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while self.engine.active or self.engine.waiting:
+            assert time.monotonic() < deadline, f"still busy: {self.engine.active}, {self.engine.waiting}"
+            self.step()
 
     def run_until_token(self, stream: str, count: int) -> None:
         """Until `count` tokens of a stream were sent."""

@@ -10,6 +10,7 @@ import pytest
 from engine.messages import Sampling
 from gateway import openai_schema as schema
 from gateway.errors import ApiError
+from gateway.grammar import grammar_of
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"model": "tiny", "prompt": "x"}
@@ -20,6 +21,7 @@ def refusal(body: Any, parse: Any = schema.parse_chat) -> ApiError:
     with pytest.raises(ApiError) as caught:
         request = parse(raw)
         schema.wish_of(request, None, 1)
+        grammar_of(request)
         if isinstance(request, schema.ChatRequest):
             schema.template_messages(request.messages)
         else:
@@ -49,7 +51,7 @@ CASES = [
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
     ({"n": 2}, "n", "only 1"),
     ({"stream": "yes"}, "stream", "bool"),
-    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
     ({"logprobs": 3}, "logprobs", "bool"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
@@ -59,11 +61,33 @@ CASES = [
     ({"messages": "hi"}, "messages", "array"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "not null"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "str"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 4}]}]}, "messages[0].content[0]", "int"),
     ({"tools": [{"type": "function"}]}, "tools", "not served"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+        "response_format.json_schema.schema",
+        "objekt",
+    ),
+    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": {"not": {}}}, "guided_json", "compiled"),
+    ({"guided_json": 5}, "guided_json", "int"),
+    ({"regex": "(a"}, "regex", "unclosed group"),
+    ({"guided_regex": ["a"]}, "guided_regex", "text"),
+    ({"guided_choice": []}, "guided_choice", "at least one"),
+    ({"grammar": "start: nothing"}, "grammar", "unknown name"),
+    ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not served"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "compiled"),
+    ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "send one"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"user": 5}, "user", "str"),
+    ({"max_tokens": 1e30}, "max_tokens", "64 bits"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not served"),
     ({"session_id": "../x"}, "session_id", "letters"),
     ({"session_id": 5}, "session_id", "str"),
@@ -160,3 +184,29 @@ def test_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = schema.parse_chat(json.dumps({**CHAT, "messages": [{"role": "user", "content": parts}]}).encode())
     assert schema.template_messages(request.messages) == [{"role": "user", "content": "ab"}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}},
+        {"guided_json": '{"type": "integer"}'},
+        {"guided_choice": ['say "a"', "b"]},
+        {"guided_grammar": 'root ::= "yes" | "no"'},
+        {"structured_outputs": {"regex": "[a-z]+", "choice": None}},
+        {"structured_outputs": {"json_object": True}},
+        {"regex": "a+"},
+        {"grammar": 'start: "a"+'},
+    ],
+    ids=json.dumps,
+)
+def test_forms_of_a_grammar_are_taken(more: dict) -> None:
+    grammar, field = grammar_of(schema.parse_chat(json.dumps({**CHAT, **more}).encode()))
+    assert grammar
+    assert field.startswith(next(iter(more)))
+
+
+def test_no_wish_is_no_grammar() -> None:
+    for more in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": None}):
+        assert grammar_of(schema.parse_chat(json.dumps({**CHAT, **more}).encode())) == ("", "")

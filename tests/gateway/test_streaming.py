@@ -163,3 +163,14 @@ async def test_engine_that_refuses_is_a_clear_error(world: World) -> None:
     assert sse.errors[0]["message"] == "token ids must lie in [0, 260)"
     again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
     assert again.events == sse.events
+
+
+async def test_cursor_that_is_none_or_nonsense(world: World) -> None:
+    sse = await world.events("POST", "/v1/chat/completions", chat())
+    path = f"/v1/streams/{sse.headers['X-Stream-Id']}"
+    empty = await world.events("GET", path, headers={"Last-Event-ID": ""})
+    assert empty.events == sse.events, "a browser that saw nothing sends an empty header"
+    for query in ("-1", "", "x"):
+        async with world.http.get(path, params={"from": query}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "from"

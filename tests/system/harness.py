@@ -75,16 +75,14 @@ def chat_of(
     **more: Any,
 ) -> dict:
     """Body of a chat request."""
-    options = {"max_tokens": tokens, "stream_options": {"include_usage": True}}
-    return {"model": system.model_name(), "messages": messages, **options, **mode, **more}
+    return {"model": system.model_name(), "messages": messages, "max_tokens": tokens, **mode, **more}
 
 
 def completion(
     system: System, prompt: Any, mode: dict[str, Any] = GREEDY, *, tokens: int = ANSWER_TOKENS, **more: Any
 ) -> dict:
     """Body of a completion request; the prompt is text or a list of token ids."""
-    options = {"max_tokens": tokens, "stream_options": {"include_usage": True}}
-    return {"model": system.model_name(), "prompt": prompt, **options, **mode, **more}
+    return {"model": system.model_name(), "prompt": prompt, "max_tokens": tokens, **mode, **more}
 
 
 def prompts(seed: int, count: int) -> list[str]:

@@ -1,0 +1,158 @@
+"""What an answer must match -> a grammar as the engine takes it. Stage: admit; pure, off the event loop where a schema is long.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, and plain `regex` and `grammar` (Lark or GBNF) come to the
+same: one llguidance grammar, checked here, so that one which can't be compiled is a 400 that names its field.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gateway.errors import ApiError, bad_request, not_supported
+
+# Between JSON's tokens: enough for any indentation a model likes, and an end to it.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}"}
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+PLAIN = (*GUIDED, "regex", "grammar")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def constrained(request: Any) -> bool:
+    """Whether a request may need a grammar."""
+    return any(getattr(request, field) is not None for field in ("response_format", "structured_outputs", *PLAIN))
+
+
+def grammar_of(request: Any) -> tuple[str, str]:
+    """(grammar, the field that asks for it), both "" if the answer is free. Raises ApiError that names the field."""
+    wishes = [wish for wish in (_response_format(request), _structured(request), *_guided(request)) if wish]
+    if len(wishes) > 1:
+        names = " and ".join(field for field, _, _ in wishes)
+        raise bad_request(f"{wishes[1][0]}: {names} each say what the answer must match; send one", wishes[1][0])
+    if not wishes:
+        return "", ""
+    field, form, value = wishes[0]
+    grammar = _FORMS[form](field, value)
+    check(grammar, field)
+    return grammar, field
+
+
+def check(grammar: str, field: str) -> None:
+    """Raises ApiError if a grammar can't be compiled."""
+    from llguidance import LLMatcher
+
+    failed, said = LLMatcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        reason = said[0].strip().split("\n   1 | start:")[0] if said else "unknown reason"
+        raise ApiError(400, f"{field}: it can't be compiled: {reason}", code="invalid_grammar", param=field)
+
+
+def json_grammar(field: str, schema: Any) -> str:
+    """A JSON schema (object, true, or text of one) as a grammar."""
+    from llguidance import LLMatcher
+
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise bad_request(f"{field}: expected a JSON schema, got text that is no JSON: {error}", field) from error
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        kind = "null" if schema is None else type(schema).__name__
+        raise bad_request(f"{field}: expected a JSON schema, an object, got {kind}", field, "invalid_type")
+    return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def lark_grammar(text: str) -> str:
+    """A grammar in Lark's notation."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _regex_grammar(field: str, text: Any) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(_text(field, text))
+
+
+def _choice_grammar(field: str, choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise bad_request(f"{field}: expected a list of texts, at least one, none empty", field, "invalid_type")
+    return lark_grammar("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _free_grammar(field: str, text: Any) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return lark_grammar(any_to_lark(_text(field, text)))
+    except ValueError as error:
+        message = f"{field}: it can't be compiled: {error}"
+        raise ApiError(400, message, code="invalid_grammar", param=field) from error
+
+
+def _object_grammar(field: str, wanted: Any) -> str:
+    return json_grammar(field, {"type": "object"})
+
+
+_FORMS = {
+    "json": json_grammar,
+    "json_object": _object_grammar,
+    "regex": _regex_grammar,
+    "choice": _choice_grammar,
+    "grammar": _free_grammar,
+}
+Wished = tuple[str, str, Any] | None
+
+
+def _response_format(request: Any) -> Wished:
+    given = request.response_format or {}
+    form = given.get("type", "text")
+    if form == "text":
+        return None
+    if form == "json_object":
+        return "response_format", "json_object", True
+    if form != "json_schema":
+        served = "text, json_object, json_schema"
+        raise not_supported("response_format", f"response_format: type must be one of {served}, got {form!r}")
+    field = "response_format.json_schema"
+    wrapped = given.get("json_schema")
+    if not isinstance(wrapped, dict):
+        raise bad_request(f"{field}: expected an object with a schema", field, "missing_required_parameter")
+    if "schema" not in wrapped:
+        raise bad_request(f"{field}.schema: is required", f"{field}.schema", "missing_required_parameter")
+    return f"{field}.schema", "json", wrapped["schema"]
+
+
+def _structured(request: Any) -> Wished:
+    given = request.structured_outputs
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise bad_request("structured_outputs: expected an object", "structured_outputs", "invalid_type")
+    wishes = {key: value for key, value in given.items() if value not in (None, False)}
+    unknown = [key for key in wishes if key not in STRUCTURED]
+    if unknown:
+        field = f"structured_outputs.{unknown[0]}"
+        raise not_supported(field, f"{field}: is not served; one of {', '.join(STRUCTURED)} is")
+    if len(wishes) != 1:
+        raise bad_request(f"structured_outputs: needs one of {', '.join(STRUCTURED)}", "structured_outputs")
+    form, value = next(iter(wishes.items()))
+    return f"structured_outputs.{form}", form, value
+
+
+def _guided(request: Any) -> list[Wished]:
+    found: list[Wished] = []
+    for field in PLAIN:
+        value = getattr(request, field)
+        if value is not None:
+            found.append((field, field.removeprefix("guided_"), value))
+    return found
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{field}: expected text", field, "invalid_type")
+    return value
