@@ -10,7 +10,17 @@ import sys
 
 from bench.plots import draw_all
 
-NAMES = ("capture_scaling", "capture_overhead", "decode", "recovery_gap", "resume_after_restart")
+NAMES = (
+    "capture_scaling",
+    "capture_overhead",
+    "decode",
+    "recovery_gap",
+    "resume_after_restart",
+    "append",
+    "drain",
+    "restore_io",
+    "scan",
+)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import mmap
 
 import numpy as np
 
+MADV_WILLNEED = 3
 MADV_POPULATE_READ = 22  # Linux 5.14
 _PAGE_MASK = ~(mmap.PAGESIZE - 1)
 
@@ -26,3 +27,17 @@ def populate_read(view: np.ndarray) -> None:
     address = view.__array_interface__["data"][0]
     start = address & _PAGE_MASK
     _madvise(start, address + view.nbytes - start, MADV_POPULATE_READ)
+
+
+def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:
+    """Have the kernel read what follows `view` in its file, up to ahead_bytes behind it, while the caller goes on.
+
+    done     what an earlier call returned: what lies below it isn't asked for again
+    Returns  the address up to which pages are asked for
+    """
+    end = view.__array_interface__["data"][0] + view.nbytes
+    goal = (end + ahead_bytes) & _PAGE_MASK
+    start = done if end <= done <= goal else end & _PAGE_MASK
+    if goal > start:
+        _madvise(start, goal - start, MADV_WILLNEED)
+    return goal

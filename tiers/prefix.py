@@ -18,12 +18,15 @@ import numpy as np
 from tiers.errors import BadBlock, BadRecord
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import BlockId, RootId, SequenceId, block_id, chain_root
+from tiers.pages import read_ahead
 from tiers.store import View
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts
 
 Tier = Literal["lane", "disk"]
 
 
+# A session's blocks mostly lie one after the other in the store's file, and a look-up waits for each page of its value.
+READ_AHEAD_BYTES = 2 << 20
 # What an extent's frame is: a record, a block (16-byte id) or a tail piece (36-byte key).
 Ref = LaneRef | bytes
 
@@ -127,6 +130,7 @@ class Reading:
         self._view = view
         self._index = index
         self._lane_frames: dict[LaneRef, np.ndarray] = {}
+        self._ahead = 0  # address in the store's map up to which pages are being read
 
     def find(
         self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
@@ -221,6 +225,7 @@ class Reading:
         if value.token_count != extent.frame_token_count:
             cause = f"{value.token_count} tokens, not {extent.frame_token_count}"
             raise BadBlock("a stored frame has another length", where=ref.hex(), cause=cause)
+        self._ahead = read_ahead(value.frame, READ_AHEAD_BYTES, self._ahead)
         return value.frame
 
     def check(self) -> None:

@@ -1,0 +1,89 @@
+"""How fast does a record get into the lane, against one copy of the same bytes?
+
+Question  Bandwidth of reserve, fill and commit of one ROWS record (both checksums included), from 23 KB to 4 MB.
+Regime    One writer in this process, no keeper beside it; the ring is warm, in shared memory, and is freed before it is
+full. The frame is copied from
+          ordinary memory by one numpy call, as a capture of contiguous rows would. Both sides alternate; they go round regions of
+          the same size, so that neither finds its target in the processor's cache. One thread.
+Baseline  one memcpy of the frame into warm shared memory.
+Unit      GB/s, of medians; ratio is append / memcpy (wanted at 1 MB: at least 0.8)
+Seed      of the frames' bytes
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench import report
+from tiers.lane import LaneReader, LaneWriter
+from tiers.layout import Layout, RootId, SequenceId
+
+SIZES = {"23 KB": 23 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10, "1 MB": 1 << 20, "4 MB": 4 << 20}
+RING_BYTES = 256 << 20
+SHARED_MEMORY = "/dev/shm"
+SEQUENCE = SequenceId(bytes(16))
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    repeats = 200 if options.quick else 1000
+    rows = report.Report("append", options.quick)
+    with tempfile.TemporaryDirectory(prefix="concordia-bench-", dir=SHARED_MEMORY) as directory:
+        path = Path(directory) / "e0.lane"
+        lane = LaneWriter.open(path, lane_bytes=RING_BYTES, record_count=1 << 16, incarnation=1)
+        keeper = LaneReader.open(path, writable_tail=True)
+        warm = shared(Path(directory) / "warm", RING_BYTES)
+        for case, size in SIZES.items():
+            appended, copied = measure(lane, keeper, warm, size, repeats, options.seed)
+            want = ">= 0.8" if case == "1 MB" else ""
+            rows.add(report.Row(case, size / appended, "GB/s", size / copied, copied / appended, want))
+            rows.details[case] = {"append_ns": appended, "memcpy_ns": copied}
+        del warm
+        keeper.close()
+        lane.close()
+    rows.finish()
+
+
+def measure(
+    lane: LaneWriter, keeper: LaneReader, warm: np.ndarray, size: int, repeats: int, seed: int
+) -> tuple[float, float]:
+    """Median nanoseconds of one append and of one memcpy of `size` bytes."""
+    layout = Layout(((1, size),))
+    frame = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    tokens = np.zeros(1, np.int32)
+    lane.append_open(SEQUENCE, 1, RootId(bytes(16)), layout, 32, "bench", "", "bench", tokens[:0])
+    appended, copied, place = [], [], 0
+    for index in range(repeats + 20):
+        if lane.free_bytes < 8 * size or index % 1000 == 999:
+            keeper.advance_tail(lane.head)
+        began = time.perf_counter_ns()
+        reservation = lane.reserve_rows(layout, 1)
+        np.copyto(reservation.frame, frame)
+        reservation.commit(SEQUENCE, 1, index, tokens)
+        appended.append(time.perf_counter_ns() - began)
+        place = place + size if place + 2 * size <= warm.size else 0
+        began = time.perf_counter_ns()
+        np.copyto(warm[place : place + size], frame)
+        copied.append(time.perf_counter_ns() - began)
+    keeper.advance_tail(lane.head)
+    return report.median(appended[20:]), report.median(copied[20:])
+
+
+def shared(path: Path, size: int) -> np.ndarray:
+    """`size` bytes of shared memory, every page touched."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(file, 0, size)
+    memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+    os.close(file)
+    memory[:] = 1
+    return memory
+
+
+if __name__ == "__main__":
+    main()
