@@ -91,7 +91,7 @@ class Restore:
             if room <= 0:
                 return
             try:
-                frame, frame_tokens, take_start, take_end = read(extent)
+                frame, frame_tokens, take_start, take_end, _ = read(extent)
             except Lost as error:
                 self.bad_blocks += 1
                 self._give_up(slot, f"stored state is damaged from position {slot.length}", error)

@@ -31,12 +31,12 @@ import structlog
 from tiers import failpoints, media
 from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
-from tiers.layout import BlockId, RootId, SequenceId, block_chain
+from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
 from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.settings import TierSettings
 from tiers.store import Group, RootInfo, Store, StreamOwner
-from tiers.track import Part, Sealed, Track
+from tiers.track import Part, Sealed, Track, open_track
 
 log = structlog.get_logger()
 
@@ -201,6 +201,8 @@ class Drain:
                 self._take_rows(group, lane, header)
             elif header.type == RecordType.CLOSE:
                 self._take_close(group, header)
+            elif header.type == RecordType.POINT:
+                self._take_point(group, lane, header)
             else:
                 raise BadRecord("a record's entry is flipped", where=f"{lane.path.name} record {header.number}")
         except BadRecord as error:
@@ -215,8 +217,9 @@ class Drain:
             return  # taken before: this is a replay
         o = lane.open_payload(header)
         self._check_epoch(group, lane, header, o.stream)
-        group.put_root(o.root, RootInfo(o.layout, o.block_tokens))
-        track = Track.begin(o.root, o.layout, o.block_tokens, o.namespace, o.session, o.stream, header.epoch, o.tokens)
+        group.put_root(o.root, RootInfo(o.layout, o.block_tokens, o.state_bytes))
+        group.put_tenant(RootId(o.root), o.namespace)
+        track = open_track(o, header.epoch)
         self._tracks[header.sequence] = self._dirty[header.sequence] = track
 
     def _check_epoch(self, group: Group, lane: LaneReader, header: RecordHeader, stream: str) -> None:
@@ -251,6 +254,27 @@ class Drain:
             return
         for block in sealed:
             self._seal(group, track, header.sequence, block)
+
+    def _take_point(self, group: Group, lane: LaneReader, header: RecordHeader) -> None:
+        where = f"{lane.path.name} record {header.number}, sequence {header.sequence.hex()}"
+        track = self._track(group, header.sequence)
+        if track is None:
+            self._report(header.sequence, "drain.orphan", f"a rollback point without an OPEN record at {where}")
+            return
+        self._check_epoch(group, lane, header, track.stream)
+        place = track.place(header.token_end)
+        if place is None:
+            text = f"a rollback point at {header.token_end}, rows at {track.position}, at {where}"
+            self._report(header.sequence, "drain.gap", text)
+            return
+        if group.has_point(place):
+            self.counts["points_shared"] += 1
+            return
+        state = lane.state(header)
+        if state.size != track.layout.state_bytes:
+            raise BadRecord("a rollback point doesn't have its layout's size", where=where)
+        group.put_point(track, place, lane.point_kind(header), state)
+        self.counts["points_put"] += 1
 
     def _take_close(self, group: Group, header: RecordHeader) -> None:
         track = self._track(group, header.sequence)
@@ -301,7 +325,7 @@ class Drain:
         """Build one frame out of parts in lanes (verified when they were taken) and on disk (verified here)."""
         out = group.frame_buffer(token_count, track.layout)
         frames: list[tuple[Any, int, int, int]] = []
-        for source, count, start, end in parts:
+        for source, count, start, end, _ in parts:
             if isinstance(source, LaneRef):
                 frame = source.lane.frame(source.header, verify=False)
             else:
@@ -371,7 +395,7 @@ class Drain:
         """Delete a token list's state, from its end up to the first block that something else needs as well."""
         self.flush(sync=False)
         store = self._open_store()
-        blocks = tails = 0
+        blocks = tails = points = 0
         with store.group() as group:
             info = group.root(root)
             if info is not None:
@@ -380,20 +404,21 @@ class Drain:
                 size = 4 * info.block_tokens
                 for at in range(len(chain) - 1, -1, -1):
                     tails += _delete_tails(group, chain[at], packed[at * size :])
+                    points += _delete_points(group, chain[at], packed[at * size :])
                     if at == 0 or self._in_use(group, chain[at]):
                         break
-                    if group.has_block(chain[at]):
+                    if group.node(chain[at]) is not None:
                         group.delete_block(chain[at - 1], packed[(at - 1) * size : at * size], chain[at])
                         blocks += 1
             sequences = _delete_session(group, namespace, session) if session else 0
         self._tracks.clear()
         self._unsynced = True
-        log.info("drain.forgot", blocks=blocks, tails=tails, sequences=sequences)
-        return {"blocks": blocks, "tails": tails, "sequences": sequences}
+        log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
+        return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
 
     def _in_use(self, group: Group, block: BlockId) -> bool:
         live = any(track.parent == block and not track.closed for track in self._tracks.values())
-        return live or bool(group.children(block, 1)) or bool(group.tails(block, limit=1))
+        return live or bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and how far behind the lanes are."""
@@ -411,7 +436,9 @@ class Drain:
         }
         if self._store is not None:
             with self._store.snapshot() as view:
-                stats.update({f"stored_{name}": view.count(name) for name in ("blocks", "tails", "sequences")})
+                stats.update(
+                    {f"stored_{name}": view.count(name) for name in ("blocks", "tails", "points", "sequences")}
+                )
             stats["store_bytes"] = self._store.used_bytes()
         return stats
 
@@ -424,7 +451,8 @@ class Drain:
 
 
 COUNTERS = (
-    "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "bad_records", "bad_blocks",
+    "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
+    "bad_records", "bad_blocks",
     "stale_records", "orphan", "gap", "store_failures",
 )  # fmt: skip
 
@@ -446,6 +474,17 @@ def _delete_tails(group: Group, parent: BlockId, rest: bytes) -> int:
             for piece in pieces:
                 group.delete_tail(piece.key)
                 deleted += 1
+    return deleted
+
+
+def _delete_points(group: Group, parent: BlockId, rest: bytes) -> int:
+    """Delete the rollback points in the block after `parent` that stand within `rest`."""
+    deleted = 0
+    for key, _ in group.points(parent):
+        count = int.from_bytes(key[16:20], "big")
+        if 4 * count <= len(rest) and point_id(parent, rest[: 4 * count]) == key[20:]:
+            group.delete_point(key)
+            deleted += 1
     return deleted
 
 

@@ -37,12 +37,14 @@ log = structlog.get_logger()
 
 PAGE = 4096
 LANE_MAGIC = b"CONCLANE"
-LANE_VERSION = 1
+LANE_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 ENTRY_MAGIC = 0x43455243  # b"CREC"
-ENTRY_VERSION = 1
+ENTRY_VERSION = 2
 ENTRY_BYTES = 128
 DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
+POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
 
 # Page 0: magic, version, entry bytes, record count, ring bytes, lane id, then a checksum of those.
 GEOMETRY = struct.Struct("<8sIIQQQ")
@@ -66,6 +68,17 @@ class RecordType(IntEnum):
     OPEN = 1
     ROWS = 2
     CLOSE = 3
+    POINT = 4
+
+
+class PointKind(IntEnum):
+    """Why a rollback point was taken."""
+
+    CHUNK = 1  # end of a prefill chunk
+    MESSAGE = 2  # message boundary
+    PROMPT_TAIL = 3  # before the last tokens of a prompt
+    TIP = 4
+    ANSWER_TAIL = 5  # before the last tokens of an answer
 
 
 class RecordHeader(NamedTuple):
@@ -89,17 +102,20 @@ class RecordHeader(NamedTuple):
 class OpenPayload(msgspec.Struct, frozen=True):
     """Payload of an OPEN record, msgpack: everything that later records of the sequence lean on.
 
-    tokens  int32 little-endian of [0, token_start); token_start is a multiple of block_tokens
+    layout       [planes, row_bytes, window] a group; version 1 had no window
+    tokens       int32 little-endian of [0, token_start); token_start is a multiple of block_tokens
+    state_bytes  of one rollback point; 0 in version 1
     """
 
     root: bytes
-    layout: list[tuple[int, int]]
+    layout: list[tuple[int, ...]]
     block_tokens: int
     namespace: str
     session: str
     stream: str
     token_start: int
     tokens: bytes
+    state_bytes: int = 0
 
 
 _encode_open = msgspec.msgpack.Encoder().encode
@@ -154,6 +170,34 @@ class Reservation:
         )
 
 
+class PointReservation:
+    """Room for one POINT record at the end of the lane. Fill `frame`, then `commit`; a new reservation drops an older one.
+
+    frame  writable uint8, flat, `state_bytes` long, aligned to 64 bytes: memory of the lane itself
+    """
+
+    __slots__ = ("frame", "_lane", "_offset", "_payload")
+
+    def __init__(self, lane: LaneWriter, offset: int, payload: np.ndarray) -> None:
+        self._lane = lane
+        self._offset = offset
+        self._payload = payload
+        self.frame = payload[POINT_HEAD_BYTES:]
+
+    def commit(self, sequence: SequenceId, epoch: int, position: int, kind: int) -> int:
+        """Publish the state of a sequence after its first `position` tokens and return the record's number.
+
+        kind  a PointKind
+        The sequence's rows up to `position` were appended before (or `position` is its start).
+        """
+        lane = self._lane
+        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        self._payload[:POINT_HEAD_BYTES] = 0
+        self._payload[:4] = np.frombuffer(int(kind).to_bytes(4, "little"), np.uint8)
+        lane._reservation = None
+        return lane._commit(RecordType.POINT, sequence, epoch, position, position, self._offset, self._payload)
+
+
 class LaneWriter:
     """The single writer of a lane. Not thread-safe: one thread of one process appends.
 
@@ -173,7 +217,7 @@ class LaneWriter:
         self._flush = media.flusher(place, self._memory, flush)
         data = data_offset(record_count)
         self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
-        self._reservation: Reservation | None = None
+        self._reservation: Reservation | PointReservation | None = None
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
 
@@ -264,6 +308,12 @@ class LaneWriter:
         self._reservation = reservation = Reservation(self, offset, token_count, payload, frame_start)
         return reservation
 
+    def reserve_point(self, state_bytes: int) -> PointReservation:
+        """Room for one rollback point's state. Raises LaneFull (retry after a drain), TooLarge (never fits)."""
+        offset, payload = self._reserve(POINT_HEAD_BYTES + state_bytes)
+        self._reservation = reservation = PointReservation(self, offset, payload)
+        return reservation
+
     def append_open(
         self,
         sequence: SequenceId,
@@ -284,8 +334,10 @@ class LaneWriter:
         token_start = len(prefix_tokens)
         assert token_start % block_tokens == 0, "a sequence's rows start at a block's start"
         tokens = np.ascontiguousarray(prefix_tokens, dtype="<i4").tobytes()
-        groups = list(layout.groups)
-        body = _encode_open(OpenPayload(root, groups, block_tokens, namespace, session, stream, token_start, tokens))
+        said = OpenPayload(
+            root, layout.entries, block_tokens, namespace, session, stream, token_start, tokens, layout.state_bytes
+        )
+        body = _encode_open(said)
         offset, payload = self._reserve(len(body))
         payload[:] = np.frombuffer(body, dtype=np.uint8)
         return self._commit(RecordType.OPEN, sequence, epoch, token_start, token_start, offset, payload)
@@ -357,13 +409,13 @@ def parse_entry(raw: bytes, number: int) -> RecordHeader:
     """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped."""
     magic, version, kind, found, epoch, sequence, start, end, offset, size, checksum = ENTRY.unpack_from(raw)
     whole = xxh3_64_intdigest(raw[: ENTRY.size]) == int.from_bytes(raw[ENTRY.size : ENTRY.size + 8], "little")
-    if not whole or magic != ENTRY_MAGIC or version != ENTRY_VERSION or found != number:
+    if not whole or magic != ENTRY_MAGIC or version not in READABLE_VERSIONS or found != number:
         return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
     return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)
 
 
-def _read_geometry(place: Place) -> tuple[int, int, int] | None:
-    """(record count, ring bytes, lane id) of the lane at `place`; None if there is no lane of this version."""
+def _read_geometry(place: Place) -> tuple[int, int, int, int] | None:
+    """(record count, ring bytes, lane id, version) of the lane at `place`; None if there is no lane that can be read."""
     geometry = _parse_geometry(place.head(PAGE))
     if geometry is None:
         return None
@@ -371,15 +423,15 @@ def _read_geometry(place: Place) -> tuple[int, int, int] | None:
     return geometry if (size <= place.size if place.is_device else size == place.size) else None
 
 
-def _parse_geometry(raw: bytes) -> tuple[int, int, int] | None:
+def _parse_geometry(raw: bytes) -> tuple[int, int, int, int] | None:
     if len(raw) < GEOMETRY.size + 8:
         return None
     magic, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
     check = int.from_bytes(raw[GEOMETRY.size : GEOMETRY.size + 8], "little")
     whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == check
-    if magic != LANE_MAGIC or version != LANE_VERSION or entry_bytes != ENTRY_BYTES or not whole:
+    if magic != LANE_MAGIC or version not in READABLE_VERSIONS or entry_bytes != ENTRY_BYTES or not whole:
         return None
-    return record_count, lane_bytes, lane_id
+    return record_count, lane_bytes, lane_id, version
 
 
 def lane_size(head: bytes) -> int:
@@ -396,7 +448,7 @@ def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) 
         geometry = _read_geometry(media.place_of(path))
     except (OtherFormat, FileNotFoundError):
         geometry = None
-    if geometry is not None and geometry[:2] == (record_count, lane_bytes):
+    if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == LANE_VERSION:
         return geometry[2]
     os.close(_lock_writer(path, busy_s))
     if geometry is None:
@@ -405,7 +457,7 @@ def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) 
         return None
     aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")
     path.rename(aside)
-    log.info("lane.set_aside", lane=path.stem, aside=aside.name, reason="other geometry")
+    log.info("lane.set_aside", lane=path.stem, aside=aside.name, reason="other geometry or version")
     return None
 
 
@@ -483,10 +535,10 @@ class LaneReader:
     """
 
     def __init__(
-        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int], writable_tail: bool
+        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int, int], writable_tail: bool
     ) -> None:
         self.path = path
-        self.record_count, self.lane_bytes, self.lane_id = geometry
+        self.record_count, self.lane_bytes, self.lane_id, self.version = geometry
         self.inode = inode  # not used again for another file while this one is held open
         self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.closed = False
@@ -587,6 +639,15 @@ class LaneReader:
     def frame(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
         """The frame of a ROWS record. As `payload`."""
         return self.payload(header, verify=verify)[tokens_bytes(header.token_count) :]
+
+    def state(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
+        """The state bytes of a POINT record. As `payload`."""
+        return self.payload(header, verify=verify)[POINT_HEAD_BYTES:]
+
+    def point_kind(self, header: RecordHeader) -> int:
+        """The PointKind of a POINT record. Not verified: the checksum covers it when the state is read."""
+        place = header.payload_offset % self.lane_bytes
+        return int.from_bytes(self._ring[place : place + 4].tobytes(), "little")
 
     def _where(self, header: RecordHeader) -> str:
         span = f"[{header.token_start}, {header.token_end})"

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiers.layout import BlockId, Layout, RootId, block_chain, block_id
+from tiers.lane import OpenPayload
+from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, block_chain, block_id, point_id
+
+PASSED_BLOCKS = 256  # a POINT record comes right after its rows, which may lie some blocks back in one record
 
 
 class Part(NamedTuple):
@@ -21,6 +24,7 @@ class Part(NamedTuple):
     frame_token_count: int
     take_start: int
     take_end: int
+    groups: int = ALL_GROUPS  # that the frame has
 
     @property
     def token_count(self) -> int:
@@ -29,6 +33,15 @@ class Part(NamedTuple):
     def cut(self, start: int, end: int) -> Part:
         """The part's own rows [start, end)."""
         return self._replace(take_start=self.take_start + start, take_end=self.take_start + end)
+
+
+class PointPlace(NamedTuple):
+    """Where a rollback point stands: after the first `tokens` (packed, less than a block) of what follows `parent`."""
+
+    id: PointId
+    parent: BlockId
+    token_start: int
+    tokens: bytes
 
 
 class Sealed(NamedTuple):
@@ -58,25 +71,7 @@ class Track:
     closed: bool = False
     tokens: bytes = b""
     parts: list[Part] = field(default_factory=list)
-
-    @classmethod
-    def begin(
-        cls,
-        root: bytes,
-        groups: list[tuple[int, int]],
-        block_tokens: int,
-        namespace: str,
-        session: str,
-        stream: str,
-        epoch: int,
-        prefix: bytes,
-    ) -> Track:
-        """A new sequence whose rows start after the packed token list `prefix`, which is whole blocks."""
-        state = RootId(bytes(root))
-        layout = Layout(tuple((planes, row) for planes, row in groups))
-        parent = block_chain(state, namespace, np.frombuffer(prefix, "<i4"), block_tokens)[-1]
-        at = len(prefix) // 4
-        return cls(state, layout, block_tokens, namespace, session, stream, epoch, parent, at, at)
+    passed: dict[int, tuple[BlockId, bytes]] = field(default_factory=dict)  # newest sealed blocks, by token_start
 
     def add(self, token_start: int, token_end: int, tokens: bytes, source: Any) -> list[Sealed] | None:
         """Take the rows [token_start, token_end) of a record's frame; return the blocks that are whole now.
@@ -100,8 +95,33 @@ class Track:
 
     def _seal(self) -> Sealed:
         block = Sealed(block_id(self.parent, self.tokens), self.parent, self.block_start, self.tokens, self.parts)
+        self.passed[self.block_start] = self.parent, self.tokens
+        if len(self.passed) > PASSED_BLOCKS:
+            del self.passed[next(iter(self.passed))]
         self.parent, self.block_start, self.tokens, self.parts = block.id, self.position, b"", []
         return block
+
+    def place(self, position: int) -> PointPlace | None:
+        """Where a rollback point at `position` stands; None if it is ahead of the rows or too far behind them."""
+        if self.block_start <= position <= self.position:
+            start, parent, tokens = self.block_start, self.parent, self.tokens
+        else:
+            start = position - position % self.block_tokens
+            if start not in self.passed:
+                return None
+            parent, tokens = self.passed[start]
+        tokens = tokens[: 4 * (position - start)]
+        return PointPlace(point_id(parent, tokens), parent, start, tokens)
+
+
+def open_track(opened: OpenPayload, epoch: int) -> Track:
+    """A new sequence, as its OPEN record says: its rows start after whole blocks."""
+    o = opened
+    root = RootId(bytes(o.root))
+    layout = Layout.from_entries(o.layout, o.state_bytes)
+    parent = block_chain(root, o.namespace, np.frombuffer(o.tokens, "<i4"), o.block_tokens)[-1]
+    at = len(o.tokens) // 4
+    return Track(root, layout, o.block_tokens, o.namespace, o.session, o.stream, epoch, parent, at, at)
 
 
 def common_tokens(left: bytes, right: bytes) -> int:

@@ -50,6 +50,17 @@ def append_rows(lane: LaneWriter, name: str, start: int, tokens: np.ndarray, *, 
     return reservation.commit(sequence(name), epoch, start, tokens)
 
 
+def state(position: int, size: int) -> np.ndarray:
+    """The bytes of a rollback point: a function of its position."""
+    return ((np.arange(size) * 7 + position * 13) & 0xFF).astype(np.uint8)
+
+
+def append_point(lane: LaneWriter, name: str, position: int, kind: int, size: int, *, epoch: int = 1) -> int:
+    reservation = lane.reserve_point(size)
+    np.copyto(reservation.frame, state(position, size))
+    return reservation.commit(sequence(name), epoch, position, kind)
+
+
 @dataclass
 class World:
     """One installation in a temporary directory, its keeper's drain run by hand in this process."""
@@ -109,7 +120,7 @@ def read_all(
         )
         for extent in found:
             assert extent.token_start == position
-            frame, count, take_start, take_end = read(extent)
+            frame, count, take_start, take_end, _ = read(extent)
             assert take_end - take_start == extent.token_end - extent.token_start
             out = np.empty(LAYOUT.frame_bytes(take_end - take_start), np.uint8)
             LAYOUT.join([(frame, count, take_start, take_end)], out)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, rows, sequence, some_tokens
 from tiers import store as store_file
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
+from tiers.lane import OpenPayload
 from tiers.layout import BlockId, block_chain, block_id
 from tiers.store import KIND_BLOCK, Store, StoreReader, frame_offset, pack_value, unpack_value
-from tiers.track import Part, Sealed, Track, common_tokens, cut_parts
+from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
 
 TOKENS = some_tokens(4 * BLOCK)
 CHAIN = block_chain(ROOT, "default", TOKENS, BLOCK)
@@ -26,7 +27,7 @@ def store(world: World) -> Iterator[Store]:
 
 
 def new_track() -> Track:
-    return Track.begin(ROOT, list(LAYOUT.groups), BLOCK, "default", "chat", "stream", 1, b"")
+    return open_track(OpenPayload(ROOT, LAYOUT.entries, BLOCK, "default", "chat", "stream", 0, b""), 1)
 
 
 def put_block(store: Store, parent: BlockId, tokens: np.ndarray, start: int = 0) -> BlockId:
@@ -45,7 +46,7 @@ def test_block_comes_back(store: Store) -> None:
         assert (value.token_count, value.token_start, value.parent, value.root) == (BLOCK, 0, CHAIN[0], ROOT)
         assert value.tokens == TOKENS[:BLOCK].tobytes()
         assert np.array_equal(value.frame, rows(0, TOKENS[:BLOCK]))
-        assert view.has_block(block) and view.has_child(CHAIN[0], value.tokens, block)
+        assert view.has_block(block) and view.node(block) is not None
         assert view.children(CHAIN[0]) == [block] and view.children(block) == []
 
 
@@ -70,7 +71,7 @@ def test_value_has_golden_bytes() -> None:
     pack_value(value, KIND_BLOCK, ROOT, BLOCK, b"parent-of-golden", 40, np.array([1, -2], "<i4").tobytes())
     assert frame_offset(2) == 112
     head = value[:112].tobytes()
-    assert head[:8] == b"CBLK\x01\x00\x01\x00" and head[8:16].hex() == GOLDEN_CHECKSUM
+    assert head[:8] == b"CBLK\x02\x00\x01\x00" and head[8:16].hex() == GOLDEN_CHECKSUM
     assert head[16:64] == b"\2\0\0\0\x28\0\0\0parent-of-goldenroot-of-the-test\x08\0\0\0\0\0\0\0"
     assert head[64:] == b"\1\0\0\0\xfe\xff\xff\xff" + bytes(40)
 
@@ -133,8 +134,8 @@ def test_group_that_raises_is_dropped_whole(store: Store) -> None:
 
 def test_store_of_another_version_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(world.paths.store, map_bytes=1 << 24).close()
-    monkeypatch.setattr(store_file, "STORE_VERSION", 2)
-    with pytest.raises(OtherFormat, match="version 1"):
+    monkeypatch.setattr(store_file, "STORE_VERSION", 3)
+    with pytest.raises(OtherFormat, match="version 2"):
         Store(world.paths.store, map_bytes=1 << 24)
     monkeypatch.undo()
     Store(world.paths.store, map_bytes=1 << 24).close()
