@@ -1,9 +1,10 @@
 """What does capture cost a stream?
 
 Question  Tokens/s with capture on against capture off, at 1, 4 and 8 concurrent streams.
-Regime    Demo model, one engine a system, two systems alive that differ only in `engine.capture`; they take turns, on-off
-          and off-on, on the same prompts of plain English, greedy. Rate while all streams of a round are decoding.
-Baseline  capture off, the paired round next to it.
+Regime    Demo model, one engine, so that both sides have the same process, memory and threads: rounds with and without
+          `"capture": false` take turns, on-off and off-on, on the same prompts of plain English, greedy. Rate while all
+          streams of a round are decoding; the keeper drains what is captured meanwhile.
+Baseline  not captured, the paired round next to it.
 Unit      tokens/s; ratio is on / off: geometric mean over one pair of each order, so that being first counts for neither,
           then the median of those. Wanted: at least 0.98 at each.
 Seed      --seed
@@ -27,14 +28,12 @@ def main() -> None:
     draw = random.Random(options.seed)
     rounds, tokens = (6, 24) if options.quick else (16, 48)
     rows = report.Report("capture_overhead", options.quick)
-    engine = {"threads": options.threads}
-    on = system(options.model, name="on", engines=1, settings={"engine": {**engine, "capture": True}})
-    off = system(options.model, name="off", engines=1, settings={"engine": {**engine, "capture": False}})
-    with on as with_capture, off as without:
+    with system(
+        options.model, name="overhead", engines=1, settings={"engine": {"threads": options.threads}}
+    ) as running:
         for count in STREAMS:
             pairs = [
-                pair(with_capture, without, chat_prompts(draw, count), tokens, on_first=index % 2 == 0)
-                for index in range(rounds)
+                pair(running, chat_prompts(draw, count), tokens, on_first=index % 2 == 0) for index in range(rounds)
             ]
             rows.details[str(count)] = pairs
             value, baseline = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
@@ -43,11 +42,10 @@ def main() -> None:
     rows.finish()
 
 
-def pair(with_capture: System, without: System, prompts: list[str], tokens: int, on_first: bool) -> tuple[float, float]:
+def pair(running: System, prompts: list[str], tokens: int, on_first: bool) -> tuple[float, float]:
     """(rate with capture, rate without), measured one right after the other."""
-    order = [with_capture, without] if on_first else [without, with_capture]
-    rates = {id(system): rate(system, prompts, tokens) for system in order}
-    return rates[id(with_capture)], rates[id(without)]
+    rates = {capture: rate(running, prompts, tokens, capture) for capture in (on_first, not on_first)}
+    return rates[True], rates[False]
 
 
 def order_free(pairs: list[tuple[float, float]]) -> list[float]:
@@ -56,7 +54,7 @@ def order_free(pairs: list[tuple[float, float]]) -> list[float]:
     return [(first * second) ** 0.5 for first, second in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
-def rate(running: System, prompts: list[str], tokens: int) -> float:
+def rate(running: System, prompts: list[str], tokens: int, capture: bool) -> float:
     """Tokens/s over all streams, from when the last has begun until the first has ended."""
 
     def ask(prompt: str) -> Answer:
@@ -64,6 +62,7 @@ def rate(running: System, prompts: list[str], tokens: int) -> float:
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": tokens,
             "temperature": 0,
+            "capture": capture,
         }
         return running.stream("/v1/chat/completions", body)
 

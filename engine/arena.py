@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.memory import allocate
 from tiers.layout import Layout
 
 # Frames that are restored lie in read-only maps; they are only ever the source of a copy.
@@ -40,7 +41,10 @@ class PlaneRange:
 
 @dataclass(slots=True)
 class Slot:
-    """Room for one sequence. `tokens[:length]` are those whose state is in the arena, `stored` of them also in a tier."""
+    """Room for one sequence. `tokens[:length]` are those whose state is in the arena, `stored` of them also in a tier.
+
+    captured is False while a sequence that asked not to be captured works in it.
+    """
 
     index: int
     tokens: np.ndarray  # (context_tokens,) int32
@@ -48,6 +52,7 @@ class Slot:
     stored: int = 0
     namespace: str = ""
     session: str = ""
+    captured: bool = True
     busy: bool = False
     last_used: int = 0
 
@@ -87,7 +92,7 @@ class Arena:
                 plane_counts[group] = start + layer.heads
                 ranges.append(PlaneRange(group, start, start + layer.heads))
         groups = [
-            torch.empty(slot_count, planes, context_tokens, dim, dtype=dtype, device=device)
+            allocate((slot_count, planes, context_tokens, dim), dtype, device)
             for planes, dim in zip(plane_counts, dims, strict=True)
         ]
         layout = Layout(tuple((planes, dim * dtype.itemsize) for planes, dim in zip(plane_counts, dims, strict=True)))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from engine import split_attention
 from engine.arena import Arena, LayerShape, PlaneRange, Slot
 from engine.errors import UnsupportedModel
 
@@ -26,6 +27,19 @@ NAME = "concordia"
 _FOLD_TOKENS = 16
 
 
+class Span(NamedTuple):
+    """New tokens [start, end) of one row, and how far back a token of a layer sees: `window` tokens, 0 for all."""
+
+    start: int
+    end: int
+    window: int
+
+    @property
+    def first(self) -> int:
+        """The oldest position that any of the tokens sees."""
+        return max(0, self.start + 1 - self.window) if self.window else 0
+
+
 @dataclass(slots=True)
 class StepRows:
     """What the running step works on: `token_count` new tokens for each (slot, start)."""
@@ -33,7 +47,8 @@ class StepRows:
     slots: list[Slot]
     starts: list[int]
     token_count: int
-    masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[Span, torch.Tensor] = field(default_factory=dict)
+    folded_masks: dict[tuple[Span, int, int], torch.Tensor | None] = field(default_factory=dict)
     places: tuple[torch.Tensor, torch.Tensor] | None = None  # slot and position of each row, (rows, 1)
 
 
@@ -145,48 +160,72 @@ def attend(
     rows, arena, layer = _current.rows, _current.arena, int(module.layer_idx)  # type: ignore[arg-type]
     outputs = []
     for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
-        end = start + rows.token_count
-        first = max(0, start + 1 - sliding_window) if sliding_window else 0
-        keys = arena.key_views[slot.index][layer][:, first:end]
-        values = arena.value_views[slot.index][layer][:, first:end]
-        mask = _mask(rows, start, first, end, sliding_window, query.device) if rows.token_count > 1 else None
-        outputs.append(_attend_row(query[row], keys, values, mask, scaling))
+        span = Span(start, start + rows.token_count, sliding_window or 0)
+        keys = arena.key_views[slot.index][layer][:, span.first : span.end]
+        values = arena.value_views[slot.index][layer][:, span.first : span.end]
+        if rows.token_count > _FOLD_TOKENS:
+            outputs.append(_attend_grouped(query[row], keys, values, _mask(rows, span, query.device), scaling))
+        else:
+            outputs.append(_attend_folded(query[row], keys, values, rows, span, scaling))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2), None
 
 
-def _attend_row(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+def _attend_grouped(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """One row's attention.
+    """Many tokens of one row. query (query_heads, tokens, dim); keys, values (kv_heads, context, dim); mask (tokens, context).
 
-    query (query_heads, tokens, dim); keys, values (kv_heads, context, dim); mask (tokens, context)
     Returns (1, query_heads, tokens, value_dim)
     """
+    grouped = query.shape[0] != keys.shape[0]
+    return F.scaled_dot_product_attention(
+        query[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _attend_folded(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, span: Span, scaling: float | None
+) -> torch.Tensor:
+    """Few tokens of one row: the query heads that share a KV head become rows of one call. Shapes as in `_attend_grouped`."""
     query_heads, count, dim = query.shape
     kv_heads = keys.shape[0]
-    if count > _FOLD_TOKENS:
-        return F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=query_heads != kv_heads
-        )
     shared = query_heads // kv_heads
-    folded = query.reshape(1, kv_heads, shared * count, dim)
-    if mask is not None:
-        mask = mask.repeat(shared, 1)
-    out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
+    pieces = split_attention.piece_count(kv_heads, keys, values)
+    mask = _folded_mask(rows, span, shared, pieces, query)
+    folded = query.reshape(kv_heads, shared * count, dim)
+    if pieces > 1:
+        out = split_attention.attend(folded, keys, values, mask, scaling, pieces)
+    else:
+        out = F.scaled_dot_product_attention(folded[None], keys[None], values[None], attn_mask=mask, scale=scaling)
     return out.reshape(1, query_heads, count, -1)
 
 
-def _mask(rows: StepRows, start: int, first: int, end: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _folded_mask(rows: StepRows, span: Span, shared: int, pieces: int, query: torch.Tensor) -> torch.Tensor | None:
+    """What is added to the scores of the folded rows, in the pieces' form; None if nothing is hidden. Built once a step."""
+    if rows.token_count == 1 and pieces == 1:
+        return None
+    key = (span, shared, pieces)
+    if key not in rows.folded_masks:
+        mask = None
+        if rows.token_count > 1:
+            hidden = ~_mask(rows, span, query.device).repeat(shared, 1)
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+        if pieces > 1:
+            mask = split_attention.piece_mask(mask, span.end - span.first, pieces, query.dtype)
+        rows.folded_masks[key] = mask
+    return rows.folded_masks[key]
+
+
+def _mask(rows: StepRows, span: Span, device: torch.device) -> torch.Tensor:
     """True where a new token of [start, end) sees a position of [first, end); built once a step and window."""
-    key = (first, window or 0)
-    if key not in rows.masks:
-        positions = torch.arange(first, end, device=device)
-        queries = torch.arange(start, end, device=device)[:, None]
+    if span not in rows.masks:
+        positions = torch.arange(span.first, span.end, device=device)
+        queries = torch.arange(span.start, span.end, device=device)[:, None]
         mask = positions <= queries
-        if window:
-            mask &= positions > queries - window
-        rows.masks[key] = mask
-    return rows.masks[key]
+        if span.window:
+            mask &= positions > queries - span.window
+        rows.masks[span] = mask
+    return rows.masks[span]
 
 
 AttentionInterface.register(NAME, attend)

@@ -293,7 +293,7 @@ class Engine:
         self._abandon(slot)
         self.clock += 1
         slot.busy, slot.last_used = True, self.clock
-        slot.namespace, slot.session = submit.namespace, submit.session
+        slot.namespace, slot.session, slot.captured = submit.namespace, submit.session, submit.capture
         slot.tokens[: len(tokens)] = tokens
         goal = self._restorable(sequence, tokens, shared, limit)
         goal = self._exact(sequence, goal)
@@ -355,7 +355,7 @@ class Engine:
         assert slot is not None, "begun without a slot"
         slot.stored = min(slot.stored, slot.length)
         sequence.computed = slot.length
-        if self.capture:
+        if self.capture and submit.capture:
             sequence.cursor = self.capture.cursor(submit.stream, submit.epoch, slot.stored)
         now = time.monotonic()
         sequence.began = now
@@ -488,6 +488,8 @@ class Engine:
                 self.lagging.append((cursor, slot))
             slot.stored = max(slot.stored, cursor.position)
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
+        if not sequence.submit.capture:
+            _vacate(slot)
 
     def _catch_up(self) -> None:
         """Take captures for which the lane had no room."""
@@ -549,7 +551,7 @@ class Engine:
             lane_full=capture.lane_full if capture else 0,
             lane_free_bytes=capture.lane.free_bytes if capture else 0,
             bad_blocks=counters.bad_blocks,
-            capture_lag_tokens=sum(slot.length - slot.stored for slot in resident),
+            capture_lag_tokens=sum(slot.length - slot.stored for slot in resident if slot.captured),
             prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
             restore_bytes_per_s=self.speeds.restore_bytes_per_s,
             decode_step_ms=counters.decode_step_ms,
@@ -559,6 +561,7 @@ class Engine:
 def _vacate(slot: Slot) -> None:
     slot.length = slot.stored = 0
     slot.session = slot.namespace = ""
+    slot.captured = True
 
 
 def _reused(sequence: Sequence) -> dict[str, int]:

@@ -120,6 +120,7 @@ class Submit(Message, frozen=True):
     max_position   the stream ends with finish "length" when its token list is this long
     session        name under which its state stays resident afterwards; "" if anonymous
     grammar        what the tokens after the prompt must match, as llguidance takes it; "" if anything goes
+    capture        False: nothing of it is written to the lane, and its device memory is free again when it ends
     """
 
     stream: str
@@ -133,6 +134,7 @@ class Submit(Message, frozen=True):
     session: str = ""
     prefill_start: int = -1
     grammar: str = ""
+    capture: bool = True
 
 
 class Cancel(Message, frozen=True):

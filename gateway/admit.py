@@ -70,6 +70,7 @@ class Admission:
             stored=wish.store or bool(wish.session),
             session=wish.session,
             grammar=grammar,
+            capture=wish.capture,
         )
 
     def _grammar(self, request: Request) -> str:

@@ -214,6 +214,7 @@ class Dispatcher:
                 session=stream.spec.session,
                 prefill_start=stream.started.prefill_start if stream.started else -1,
                 grammar=stream.spec.grammar,
+                capture=stream.spec.capture,
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)

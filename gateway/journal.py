@@ -39,6 +39,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     streamed    asked for as SSE (a resume is always SSE)
     stored      goes on without a client
     grammar     what the answer must match, as the engine takes it; "" if anything goes
+    capture     False: its state is never written to a tier; a recovery computes it anew
     """
 
     stream: str
@@ -56,6 +57,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str = ""
     namespace: str = "default"
     grammar: str = ""
+    capture: bool = True
 
 
 class Placed(msgspec.Struct, frozen=True):

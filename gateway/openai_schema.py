@@ -55,6 +55,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     store: bool | None = None
     user: str | None = None
+    capture: bool | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     regex: Any = None
@@ -103,6 +104,7 @@ class Wish(msgspec.Struct, frozen=True):
     stream: bool
     store: bool
     session: str
+    capture: bool
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -137,6 +139,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def wish_of(request: Request, session_header: str | None, random_seed: int) -> Wish:
     """The values that sampling and delivery need. `random_seed` is used if the request names none."""
+    session = _session(request.session_id, session_header)
+    if request.capture is False and (session or request.store):
+        raise bad_request(
+            "capture: a session or a stored stream is kept by capturing it; drop one of the two", "capture"
+        )
     limits = [request.max_tokens]
     if isinstance(request, ChatRequest):
         limits.insert(0, request.max_completion_tokens)
@@ -148,7 +155,8 @@ def wish_of(request: Request, session_header: str | None, random_seed: int) -> W
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         stream=bool(request.stream),
         store=bool(request.store),
-        session=_session(request.session_id, session_header),
+        session=session,
+        capture=request.capture is not False,
     )
 
 

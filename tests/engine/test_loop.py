@@ -304,3 +304,34 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(start_engine: Start) -> No
     beside.handle(*others, submit("s", prompt, 20, sampling=want, namespace="beside"))
     beside.run()
     assert [(o.token, o.logprobs) for o in beside.outputs("s")] == [(o.token, o.logprobs) for o in alone.outputs("s")]
+
+
+def test_an_uncaptured_stream_leaves_nothing_and_draws_the_same(start_engine: Start) -> None:
+    prompt = random_tokens(31, 200)
+    whole = reference(start_engine, prompt, 12, HOT)
+    engine = start_engine()
+    engine.handle(submit("s", prompt, 12, sampling=HOT, capture=False))
+    engine.run()
+    assert engine.tokens("s") == whole
+    assert engine.engine.stats().captured_bytes == 0
+    assert engine.engine.stats().capture_lag_tokens == 0
+    assert engine.engine.stats().resident_tokens == 0
+    engine.handle(submit("again", prompt, 12, sampling=HOT))
+    engine.run()
+    assert engine.started("again").verdict == "new"
+    assert engine.engine.stats().captured_bytes > 0
+
+
+def test_an_uncaptured_stream_is_recovered_by_computing(start_engine: Start) -> None:
+    prompt = random_tokens(32, 200)
+    whole = reference(start_engine, prompt, 12, HOT)
+    serving, spare = start_engine("serving"), start_engine("spare")
+    serving.handle(submit("s", prompt, 12, sampling=HOT, capture=False))
+    serving.run_until_token("s", 5)
+    serving.close()
+    known = prompt + serving.tokens("s")
+    again = submit("s", known, 12, epoch=2, prompt_count=len(prompt), sampling=HOT, capture=False, prefill_start=0)
+    spare.handle(again)
+    spare.run()
+    assert serving.tokens("s") + spare.tokens("s") == whole
+    assert spare.started("s").reused == {}

@@ -180,6 +180,16 @@ def test_session_in_header_and_body_must_agree() -> None:
         schema.wish_of(request, "b", 1)
 
 
+def test_what_is_not_captured_has_no_name_and_is_not_stored() -> None:
+    body = {"model": "tiny", "prompt": "x", "capture": False}
+    assert schema.wish_of(schema.parse_completion(json.dumps(body).encode()), None, 0).capture is False
+    for more in ({"store": True}, {"session_id": "s"}):
+        with pytest.raises(ApiError, match="capture: "):
+            schema.wish_of(schema.parse_completion(json.dumps(body | more).encode()), None, 0)
+    with pytest.raises(ApiError, match="capture: "):
+        schema.wish_of(schema.parse_completion(json.dumps(body).encode()), "s", 0)
+
+
 def test_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = schema.parse_chat(json.dumps({**CHAT, "messages": [{"role": "user", "content": parts}]}).encode())
