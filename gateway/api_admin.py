@@ -1,4 +1,4 @@
-"""Models, health, metrics and the operator's view. Runs on the event loop; reads only."""
+"""Models, health, metrics and the operator's view. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import msgspec
 from aiohttp import web
 
 from gateway import metrics
-from gateway.api import GATEWAY, json_response
+from gateway.api import GATEWAY, json_response, read_body
 from gateway.api_sessions import session_view
 from gateway.dispatch import Engine
-from gateway.errors import not_found
+from gateway.errors import bad_request, conflict, not_found
+from gateway.openai_schema import check_session_id
+from gateway.sessions import SessionRecord
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -55,8 +57,15 @@ async def show_metrics(request: web.Request) -> web.Response:
 async def admin_engines(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     engines = sorted(gateway.dispatcher.engines.values(), key=lambda engine: engine.name)
+    paths = gateway.config.paths
     return json_response(
-        {"object": "list", "host_agent": gateway.host.connected, "data": [_engine(e) for e in engines]}
+        {
+            "object": "list",
+            "host_agent": gateway.host.connected,
+            "data_dir": str(paths.data_dir),
+            "lane_dir": str(paths.lane_dir),
+            "data": [_engine(engine) for engine in engines],
+        }
     )
 
 
@@ -64,6 +73,36 @@ async def admin_sessions(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     data = [{**session_view(gateway, record), "streams": record.streams} for record in gateway.sessions.all()]
     return json_response({"object": "list", "data": data})
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """Body of POST /admin/sessions/{session}: a record as it was exported, and the packed token list."""
+
+    record: SessionRecord
+    tokens: bytes
+    replace: bool = False
+
+
+async def adopt_session(request: web.Request) -> web.Response:
+    """Take the record and the token list of a session whose state `concordia import` has put into the store."""
+    gateway = request.app[GATEWAY]
+    session = check_session_id(request.match_info["session"])
+    try:
+        given = msgspec.json.decode(await read_body(request), type=Imported)
+    except msgspec.MsgspecError as error:
+        raise bad_request(f"not an imported session: {error}", code="invalid_json") from error
+    if len(given.tokens) % 4:
+        raise bad_request("tokens: must be packed int32", code="invalid_value", param="tokens")
+    known = gateway.sessions.get(session)
+    if known is not None and not given.replace:
+        raise conflict(f"there is a session {session!r} already; import under another name, or replace it")
+    if known is not None and any(stream in gateway.table.live for stream in known.streams):
+        raise conflict(f"session {session!r} is answering; wait for its end")
+    record = msgspec.structs.replace(
+        given.record, session=session, token_count=len(given.tokens) // 4, streams=[], parked=True
+    )
+    gateway.sessions.adopt(record, given.tokens)
+    return json_response(session_view(gateway, record), 201, headers={"X-Session-Id": session})
 
 
 def engine_rows(engines: dict[str, Engine]) -> list[tuple[str, bool, dict[str, float]]]:

@@ -147,6 +147,7 @@ def make_app(gateway: Gateway) -> web.Application:
             web.delete("/v1/sessions/{session}", api_sessions.delete_session),
             web.get("/admin/engines", api_admin.admin_engines),
             web.get("/admin/sessions", api_admin.admin_sessions),
+            web.post("/admin/sessions/{session}", api_admin.adopt_session),
             web.get("/health", api_admin.health),
             web.get("/metrics", api_admin.show_metrics),
         ]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import msgspec
@@ -113,6 +114,12 @@ class SessionTable:
         self._put(record, None)
         return record
 
+    def adopt(self, record: SessionRecord, tokens: bytes) -> None:
+        """Take a session that was imported; its name must be free or its own."""
+        self._records[record.session] = record
+        self._put(record, tokens)
+        metrics.sessions_known.set(len(self._records))
+
     def remove(self, session: str) -> None:
         self._records.pop(session, None)
         self._tokens_waiting.pop(session, None)
@@ -169,3 +176,67 @@ class SessionTable:
         transaction.put(key, record, db=self._records_db)
         if tokens is not None:
             transaction.put(key, tokens, db=self._tokens_db)
+
+
+class SessionFile:
+    """DATA/sessions as the table left it, for commands: reads beside a gateway, writes only while none runs."""
+
+    def __init__(self, directory: Path, *, writable: bool = False) -> None:
+        if writable:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writable = writable
+        self._environment: lmdb.Environment | None = None
+        if writable or (directory / "data.mdb").exists():
+            self._environment = lmdb.open(
+                str(directory), map_size=MAP_BYTES, max_dbs=2, readonly=not writable, create=writable
+            )
+
+    def _database(self, name: bytes) -> Any:
+        assert self._environment is not None
+        return self._environment.open_db(name, create=self._writable)
+
+    def all(self) -> list[SessionRecord]:
+        """Most lately used first."""
+        if self._environment is None:
+            return []
+        try:
+            database = self._database(b"records")
+        except lmdb.NotFoundError:  # a gateway is just making it
+            return []
+        with self._environment.begin(db=database) as transaction:
+            records = [msgspec.msgpack.decode(value, type=SessionRecord) for _, value in transaction.cursor()]
+        return sorted(records, key=lambda record: -record.last_used)
+
+    def get(self, session: str) -> SessionRecord | None:
+        return next((record for record in self.all() if record.session == session), None)
+
+    def tokens(self, session: str) -> bytes:
+        """The last finished turn's whole token list, packed; empty if there is none."""
+        if self._environment is None:
+            return b""
+        try:
+            database = self._database(b"tokens")
+        except lmdb.NotFoundError:
+            return b""
+        with self._environment.begin(db=database) as transaction:
+            return bytes(transaction.get(session.encode()) or b"")
+
+    def put(self, record: SessionRecord, tokens: bytes) -> None:
+        """Write a record and its tokens, synced."""
+        assert self._environment is not None
+        records, token_lists = self._database(b"records"), self._database(b"tokens")
+        with self._environment.begin(write=True) as transaction:
+            transaction.put(record.session.encode(), msgspec.msgpack.encode(record), db=records)
+            transaction.put(record.session.encode(), tokens, db=token_lists)
+
+    def remove(self, session: str) -> None:
+        """Forget a record and its tokens."""
+        assert self._environment is not None
+        records, token_lists = self._database(b"records"), self._database(b"tokens")
+        with self._environment.begin(write=True) as transaction:
+            transaction.delete(session.encode(), db=records)
+            transaction.delete(session.encode(), db=token_lists)
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()

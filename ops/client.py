@@ -9,9 +9,17 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
+from ops.config import Config
 from ops.errors import NotRunning, OpsError
 
 TIMEOUT_S = 10.0
+
+
+def base_url(config: Config) -> str:
+    """Where this machine reaches the gateway."""
+    host = config.gateway.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{config.gateway.port}"
 
 
 class ApiError(OpsError):

@@ -250,6 +250,17 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}" if len(known) < 20 else ""
 
 
+def _nearest_variable(name: str, known: Mapping[str, str]) -> str:
+    """Compared without the prefix that all share, with the whole rest and with the key's last part (CONCORDIA_PORT)."""
+    said = name.removeprefix(ENVIRONMENT_PREFIX)
+    names = {variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in known}
+    names |= {key.rpartition(".")[2].upper(): environment_name(key) for key in known.values() if "." in key}
+    near = difflib.get_close_matches(said, list(names), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {names[near[0]]}?"
+    return "; docs/configuration.md lists all. Unset it, or rename it if it is another program's"
+
+
 # ---------------------------------------------------------------- the four layers
 
 
@@ -337,7 +348,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
         if not name.startswith(ENVIRONMENT_PREFIX) or name in ENVIRONMENT_OTHER or name.startswith(ENVIRONMENT_FREE):
             continue
         if name not in known:
-            raise ConfigError(f"environment: {name} is no known variable{_nearest(name, list(known))}")
+            raise ConfigError(f"environment: {name} is no known variable{_nearest_variable(name, known)}")
         layer[known[name]] = (environment[name], f"environment {name}")
     return layer
 

@@ -4,8 +4,9 @@ OpsError                 exit 1
 ├── ConfigError          exit 2   a key, a value or a file of the configuration: fix it and start again
 ├── ModelError           exit 3   the model can't be fetched, converted or read
 ├── NotRunning           exit 4   nobody answers at that address
-├── AlreadyRunning       exit 5   the data directory or the port is taken
-└── BadData              exit 6   `verify` found damage
+├── StateRefused         exit 5   not in this state: stop or start something first, or confirm
+│   └── AlreadyRunning            the data directory or the port is taken
+└── BadData              exit 6   damage was found
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ class NotRunning(OpsError):
     exit_code = 4
 
 
-class AlreadyRunning(OpsError):
+class StateRefused(OpsError):
     exit_code = 5
+
+
+class AlreadyRunning(StateRefused):
+    pass
 
 
 class BadData(OpsError):

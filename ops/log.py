@@ -28,7 +28,7 @@ def configure(process: str, *, format: str = "auto", level: str = "info") -> Non
     structlog.configure(
         processors=shared + last,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(process=process)

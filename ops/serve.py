@@ -20,11 +20,13 @@ import aiohttp
 import structlog
 
 from engine import pid_file
+from ops.client import base_url
 from ops.config import Config
 from ops.errors import AlreadyRunning, ModelError, OpsError
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, print_welcome
 from ops.status import engine_state
+from tiers.lock import is_held
 
 log = structlog.get_logger("serve")
 
@@ -32,6 +34,7 @@ POLL_S = 0.2
 STOP_MARGIN_S = 5.0
 QUICK_DEATHS = 4
 FATAL = (ModelError.exit_code,)
+SERVED = "this data directory is being served already"
 
 
 class Supervisor:
@@ -53,15 +56,25 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        lock = FileLock(self._paths.serve_lock).take("this data directory is being served already")
+        lock = FileLock(self._paths.serve_lock).take(SERVED)
         try:
             check_port(self.config.gateway.host, self.config.gateway.port)
             become_subreaper()
             pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
+            self._paths.gateway_url.write_text(base_url(self.config))
             await self._run_children()
         finally:
+            self._remove_leftovers()
             self._paths.pid_file("serve").unlink(missing_ok=True)
             lock.release()
+
+    def _remove_leftovers(self) -> None:
+        """The address, and sockets whose processes are gone; an engine that goes on keeps its own."""
+        self._paths.gateway_url.unlink(missing_ok=True)
+        for socket_path in self._paths.lane_dir.glob("*.sock"):
+            known = pid_file.read(self._paths.pid_file(socket_path.stem))
+            if known is None or not known.alive:
+                socket_path.unlink(missing_ok=True)
 
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
@@ -129,13 +142,6 @@ class Supervisor:
         return [f"e{index}" for index in range(self.config.host.engines)]
 
 
-def base_url(config: Config) -> str:
-    """Where this machine reaches the gateway."""
-    host = config.gateway.host
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{config.gateway.port}"
-
-
 def check_port(host: str, port: int) -> None:
     """Raise AlreadyRunning if the port can't be had; better now than in a child's log."""
     if port == 0:
@@ -163,8 +169,17 @@ def kill_all(config: Config) -> list[int]:
     return killed
 
 
+def refuse_early(config: Config) -> None:
+    """Raise AlreadyRunning for a directory or port that is taken, before anything is made or pulled."""
+    lock = config.paths.serve_lock
+    if is_held(lock):
+        FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
+    check_port(config.gateway.host, config.gateway.port)
+
+
 def serve(config: Config, model_dir: Path, model_name: str) -> None:
     """Serve until SIGTERM or SIGINT. Raises OpsError."""
+    refuse_early(config)
     config.paths.make()
 
     async def run() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import rich.progress
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.syntax import Syntax
 from rich.table import Table
@@ -18,6 +21,7 @@ from ops.config import Config
 # Into a file or a pipe nothing is folded at 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 200)
 errors = Console(stderr=True)
+PLAIN_INTERVAL_S = 5.0
 
 
 class Progress:
@@ -47,6 +51,53 @@ class Progress:
             self._status.update(text)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+class Bar:
+    """A progress bar on a terminal; on anything else a line every few seconds. On stderr, and nothing at all if `quiet`."""
+
+    def __init__(self, text: str, *, quiet: bool = False) -> None:
+        self._text = text
+        self._bar: rich.progress.Progress | None = None
+        self._plain = not quiet and not errors.is_terminal
+        self._said_at = time.monotonic()
+        if not quiet and errors.is_terminal:
+            columns = (
+                "[progress.description]{task.description}",
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = rich.progress.Progress(*columns, console=errors, transient=True)
+            self._task = self._bar.add_task(text, total=None)
+
+    def __enter__(self) -> Bar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        """Say how far it is."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=max(total, 1), description=text or self._text)
+        elif self._plain and time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
+            self._said_at = time.monotonic()
+            print(f"{text or self._text}: {100 * done // max(total, 1)} %", file=sys.stderr, flush=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:

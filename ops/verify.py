@@ -1,61 +1,172 @@
-"""`concordia verify`: prints what `tiers/verify.py` finds. Reads only; runs in the command's process."""
+"""`concordia verify`: every checksum and every chain of an installation, of an exported file or of a backup. Reads only.
+
+Runs in the command's process, beside a running installation. Source: tiers/verify.py, tiers/export.py, tiers/backup.py.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
+from gateway.journal import CLOSED, read_records
 from ops.config import Config
 from ops.errors import BadData, OpsError
-from tiers.errors import TierError
-from tiers.verify import Checked, Finding, verify
+from ops.flags import print_json
+from ops.show import Bar, size
+from tiers.backup import check_backup
+from tiers.errors import BadFile, OtherFormat, TierError
+from tiers.export import check_exported
+from tiers.paths import Paths
+from tiers.store import StoreReader
+from tiers.verify import Affected, Checked, Finding, verify
 
 
-def run(config: Config, as_json: bool) -> None:
-    """Check store and lanes of one installation. Raises BadData if anything is damaged."""
+class Pace:
+    """Keeps reading below a speed, and shows how far it is."""
+
+    def __init__(self, limit_mb_s: float, block_count: int, show: Callable[[int, int], None]) -> None:
+        self._limit_bytes_s = limit_mb_s * 1e6
+        self._block_count = block_count
+        self._show = show
+        self._started = time.monotonic()
+
+    def __call__(self, checked: Checked) -> None:
+        self._show(checked.blocks, max(self._block_count, checked.blocks))
+        if self._limit_bytes_s:
+            ahead_s = checked.bytes / self._limit_bytes_s - (time.monotonic() - self._started)
+            if ahead_s > 0:
+                time.sleep(ahead_s)
+
+
+def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
+    """Check store, lanes and journals of one installation. Raises BadData if anything is damaged."""
     paths = config.paths
     if not (paths.store / "data.mdb").exists():
         raise OpsError(f"nothing is stored in {paths.data_dir}; name the installation by --data-dir")
-    checked = Checked()
-    lane_dir = paths.lane_dir if paths.lane_dir.exists() else None
-    findings = []
-    try:
-        for finding in verify(paths.store, lane_dir, map_bytes=config.tiers.store_map_bytes, checked=checked):
+    checked, findings = Checked(), []
+    started = time.monotonic()
+    with Bar("checking blocks", quiet=as_json) as bar:
+        for finding in find_damage(config, checked, Pace(limit_mb_s, _block_count(config), bar)):
             findings.append(finding)
-            if not as_json:
-                _print(finding)
-    except TierError as error:
-        raise OpsError(f"{paths.store} can't be read: {error}") from error
+    journal_count, journal_findings = check_journals(paths)
+    findings += journal_findings
+    counts = {**asdict(checked), "journals": journal_count}
     if as_json:
-        click.echo(
-            json.dumps(
-                {"ok": not findings, "checked": asdict(checked), "findings": [_row(f) for f in findings]}, indent=2
-            )
-        )
+        print_json({"ok": not findings, "checked": counts, "findings": [finding_row(f) for f in findings]})
     else:
-        counts = ", ".join(f"{count} {name}" for name, count in asdict(checked).items())
-        click.echo(f"checked {counts}: {'all whole' if not findings else f'{len(findings)} damaged'}")
+        for finding in findings:
+            print_finding(finding)
+        counted = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "bytes")
+        speed = f"{size(checked.bytes)} at {size(checked.bytes / max(time.monotonic() - started, 1e-3))}/s"
+        click.echo(f"checked {counted}, {speed}: {'all whole' if not findings else f'{len(findings)} damaged'}")
     sys.stdout.flush()
     if findings:
-        raise BadData("what is damaged is computed again when it is needed; nothing else is affected")
-
-
-def _print(finding: Finding) -> None:
-    click.echo(f"bad {finding.kind} {finding.key}: {finding.reason}")
-    for part in finding.affected:
-        click.echo(
-            f"    session {part.session or '-'}, stream {part.stream}, tokens [{part.token_start}, {part.token_end})"
+        raise BadData(
+            "what is damaged is computed again when it is needed, nothing else is affected; `concordia repair` takes it out"
         )
 
 
-def _row(finding: Finding) -> dict[str, Any]:
+def find_damage(
+    config: Config, checked: Checked, pace: Callable[[Checked], None] = lambda checked: None
+) -> list[Finding]:
+    """What is wrong with store and lanes. Raises OpsError if the store can't be read at all."""
+    paths = config.paths
+    lane_dir = paths.lane_dir if paths.lane_dir.exists() else None
+    try:
+        return list(verify(paths.store, lane_dir, map_bytes=config.tiers.store_map_bytes, checked=checked, pace=pace))
+    except TierError as error:
+        raise OpsError(
+            f"{paths.store} can't be read: {error}; restore a backup, or move it away to begin anew"
+        ) from error
+
+
+def _block_count(config: Config) -> int:
+    store = StoreReader(config.paths.store, map_bytes=config.tiers.store_map_bytes)
+    try:
+        with store.snapshot() as view:
+            return view.count("blocks")
+    finally:
+        store.close()
+
+
+def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
+    """Journals read, and those with damage before their end. A torn last record is no damage: its token was never sent."""
+    findings, count = [], 0
+    for path in sorted(paths.journal_dir.glob("*.journal")) if paths.journal_dir.exists() else []:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:  # retired meanwhile
+            continue
+        count += 1
+        at, spec = 0, None
+        for record, end in read_records(data):
+            at, spec = end, spec or record
+        closed = data.endswith(CLOSED)
+        if spec is None and data or closed and at + len(CLOSED) != len(data):
+            session = str(getattr(spec, "session", ""))
+            where = (Affected(session, path.stem, 0, 0),) if spec is not None else ()
+            findings.append(Finding("journal", path.name, f"damaged at byte {at}", where))
+    return count, findings
+
+
+def print_finding(finding: Finding) -> None:
+    """One thing that is wrong, and whom it concerns."""
+    click.echo(f"bad {finding.kind} {finding.key}: {finding.reason}")
+    for part in finding.affected:
+        span = f", tokens [{part.token_start}, {part.token_end})" if part.token_end else ""
+        click.echo(f"    session {part.session or '-'}, stream {part.stream}{span}")
+
+
+def finding_row(finding: Finding) -> dict[str, Any]:
+    """The same for programs."""
     return {
         "kind": finding.kind,
         "key": finding.key,
         "reason": finding.reason,
         "affected": [part._asdict() for part in finding.affected],
     }
+
+
+# ---------------------------------------------------------------- files
+
+
+def run_on(target: Path, as_json: bool) -> None:
+    """Check an exported file or a backup. Raises BadData, OpsError."""
+    if not target.exists():
+        raise OpsError(f"there is no {target}")
+    with Bar(f"checking {target.name}", quiet=as_json) as bar:
+        try:
+            if target.is_dir():
+                manifest, wrong = check_backup(target, lambda _, done, total: bar(done, total))
+                row: dict[str, Any] = {
+                    "path": str(target),
+                    "kind": "backup",
+                    "files": len(manifest.files),
+                    "bytes": manifest.total_bytes,
+                }
+            else:
+                m, wrong = check_exported(target, bar).manifest, []
+                row = {
+                    "path": str(target),
+                    "kind": "export",
+                    "session": m.session,
+                    "tokens": m.position,
+                    "bytes": target.stat().st_size,
+                }
+        except (BadFile, OtherFormat) as error:
+            row, wrong = {"path": str(target)}, [str(error)]
+    if as_json:
+        print_json({"ok": not wrong, **row, "findings": wrong})
+    elif not wrong:
+        click.echo(f"{target}: {row['kind']} is whole, {size(row['bytes'])}")
+    for text in wrong if not as_json else ():
+        click.echo(f"bad: {text}")
+    sys.stdout.flush()
+    if wrong:
+        raise BadData(f"{target} can't be trusted; make it again from its source")

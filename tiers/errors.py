@@ -4,13 +4,16 @@
     ├── Retry          nothing is lost: try again after the keeper drained
     │   ├── LaneFull       no room in the ring or its directory
     │   ├── LaneBusy       another process still holds the lane as its writer
-    │   └── KeeperAway     the keeper didn't answer within the deadline
+    │   ├── KeeperAway     the keeper didn't answer within the deadline
+    │   └── StoreBusy      a live keeper or host agent owns the data directory
     ├── Lost           that copy is unusable: take another one, or recompute
     │   ├── BadRecord      a record of a lane: overwritten, torn or flipped
-    │   └── BadBlock       a block or tail piece of the store: missing, torn or flipped
+    │   ├── BadBlock       a block or tail piece of the store: missing, torn or flipped
+    │   └── BadFile        an exported file or a backup: cut, flipped or not one at all
     ├── Refused        stop: the request can't be right
     │   ├── StaleEpoch     another engine owns the stream by now
     │   ├── OtherFormat    the file was written by another version or with another geometry
+    │   ├── OtherModel     state of another fingerprint
     │   └── TooLarge       a record that no lane of this size can ever hold
     └── Poisoned       close and open again
         └── StoreFailed    LMDB refused: disk full, map full or an input/output error
@@ -54,6 +57,12 @@ class KeeperAway(Retry):
     hint = "State stays in the lanes; the host agent restarts the keeper, ask again then"
 
 
+class StoreBusy(Retry):
+    """Somebody else is the store's writer."""
+
+    hint = "Stop `concordia serve` on that data directory, or do without what needs it to be idle"
+
+
 class Lost(TierError):
     """This copy of a token range can't be used."""
 
@@ -70,6 +79,12 @@ class BadBlock(Lost):
     hint = "Compute the range again; `concordia verify` lists every bad block"
 
 
+class BadFile(Lost):
+    """An exported file or a backup that can't be trusted."""
+
+    hint = "Make it again from its source; nothing of it was taken"
+
+
 class Refused(TierError):
     """The request can't be right; don't repeat it."""
 
@@ -84,6 +99,12 @@ class OtherFormat(Refused):
     """A file of another version or geometry."""
 
     hint = "Use a fresh file, or the version that wrote this one"
+
+
+class OtherModel(Refused):
+    """State of another model, or of the same one with other options."""
+
+    hint = "Serve the model that it was made with, or let the session's tokens be computed again here"
 
 
 class TooLarge(Refused):

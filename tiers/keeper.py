@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,10 +30,12 @@ import structlog
 
 from tiers import failpoints, media
 from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
+from tiers.export import import_slice
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
 from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
 from tiers.lock import is_held
 from tiers.paths import Paths
+from tiers.repair import ASIDE, Damaged, repair_store
 from tiers.settings import TierSettings
 from tiers.store import Group, RootInfo, Store, StreamOwner
 from tiers.track import Part, Sealed, Track, open_track
@@ -416,6 +418,31 @@ class Drain:
         log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
         return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
 
+    def import_slice(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One group commit of an exported file on this machine: {path, session, namespace, offset, index}. Raises BadFile, StoreFailed."""
+        with self._open_store().group() as group:
+            done = import_slice(
+                group, Path(request["path"]), session=request["session"], namespace=request["namespace"],
+                offset=request.get("offset", 0), index=request.get("index", 0),
+            )  # fmt: skip
+        self._unsynced = True
+        if done.done:
+            self.sync()
+            log.info("drain.imported", session=request["session"], path=request["path"])
+        return {"imported": msgspec.to_builtins(done)}
+
+    def repair(self, damaged: list[tuple[str, bytes]]) -> dict[str, Any]:
+        """Drop what is damaged and end what leans on it, in one group commit. Raises StoreFailed."""
+        self.flush(sync=False)
+        live = frozenset(sequence for sequence, track in self._tracks.items() if not track.closed)
+        with self._open_store().group() as group:
+            things = [Damaged(kind, key) for kind, key in damaged]
+            done = repair_store(group, things, self._paths.store / ASIDE, live=live)
+        self._tracks.clear()
+        self.sync()
+        log.warning("drain.repaired", dropped=done.dropped, kept_aside=len(done.kept_aside))
+        return {"repaired": asdict(done) | {"recompute": [part._asdict() for part in done.recompute]}}
+
     def _in_use(self, group: Group, block: BlockId) -> bool:
         live = any(track.parent == block and not track.closed for track in self._tracks.values())
         return live or bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
@@ -632,7 +659,11 @@ class Keeper:
             tokens = np.array(request["tokens"], dtype=np.int32)
             root = RootId(bytes.fromhex(request["root"]))
             return {"deleted": self.drain.forget(root, request["namespace"], tokens, request.get("session", ""))}
-        raise ValueError(f"unknown op {op!r}; there are drain, stats and forget")
+        if op == "import":
+            return self.drain.import_slice(request)
+        if op == "repair":
+            return self.drain.repair([(kind, bytes.fromhex(key)) for kind, key in request["damaged"]])
+        raise ValueError(f"unknown op {op!r}; there are drain, stats, forget, import and repair")
 
 
 def _take_lock(path: Path) -> TextIO:

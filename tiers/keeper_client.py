@@ -44,6 +44,33 @@ def forget(
     return _ask(path, _forget_request(root, namespace, tokens, session), timeout_s)["deleted"]
 
 
+def import_slice(
+    path: str | os.PathLike[str],
+    file: str,
+    session: str,
+    namespace: str,
+    offset: int,
+    index: int,
+    *,
+    timeout_s: float = 60.0,
+) -> Answer:
+    """Have the keeper put the next state of an exported file into the store; a `tiers.export.Slice`. Raises KeeperAway, StoreFailed."""
+    request = {
+        "op": "import",
+        "path": file,
+        "session": session,
+        "namespace": namespace,
+        "offset": offset,
+        "index": index,
+    }
+    return _ask(path, request, timeout_s)["imported"]
+
+
+def repair(path: str | os.PathLike[str], damaged: list[tuple[str, bytes]], *, timeout_s: float = 300.0) -> Answer:
+    """Have the keeper drop damaged values, given as (kind, key); `tiers.repair.Repaired` as a dict. Raises KeeperAway, StoreFailed."""
+    return _ask(path, {"op": "repair", "damaged": [(kind, key.hex()) for kind, key in damaged]}, timeout_s)["repaired"]
+
+
 async def adrain(path: str | os.PathLike[str], *, sync: bool = False, timeout_s: float = 10.0) -> dict[str, int]:
     """`drain` for an event loop."""
     return (await _aask(path, {"op": "drain", "sync": sync}, timeout_s))["durable"]

@@ -90,6 +90,11 @@ class Paths:
     def host_lock(self) -> Path:
         return self.lane_dir / "host.lock"
 
+    @property
+    def gateway_url(self) -> Path:
+        """Where the gateway of a running `serve` listens, for commands that are told only the data directory."""
+        return self.lane_dir / "gateway.url"
+
     def pid_file(self, name: str) -> Path:
         """JSON {pid, start_ticks, incarnation} of the process `name` (e0, keeper, nursery, host, gateway)."""
         return self.lane_dir / f"{name}.pid"

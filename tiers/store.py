@@ -348,6 +348,10 @@ class View:
                 more = cursor.next()
         return found
 
+    def decode_point(self, raw: Any) -> PointEntry:
+        """A value of the `points` database."""
+        return _decode_point(raw)
+
     def has_point(self, place: PointPlace) -> bool:
         """Whether a rollback point is stored, without touching its state."""
         return self._txn.get(point_key(place), db=self._db[b"points"]) is not None
@@ -375,6 +379,10 @@ class View:
             while more and limit:
                 yield bytes(cursor.key()), cursor.value()
                 more, limit = cursor.next(), limit - 1
+
+    def raw(self, database: str, key: bytes) -> Any:
+        """A stored value as it lies there, not verified; None if there is none."""
+        return self._txn.get(key, db=self._db[database.encode()])
 
     def count(self, database: str) -> int:
         """Entries of a database."""
@@ -433,6 +441,9 @@ class EmptyView(View):
     def scan(self, database: str, after: bytes = b"", limit: int = 0) -> Iterator[tuple[bytes, Any]]:
         return iter(())
 
+    def raw(self, database: str, key: bytes) -> Any:
+        return None
+
     def count(self, database: str) -> int:
         return 0
 
@@ -471,6 +482,21 @@ class Group(View):
         node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
         self._txn.put(block.id, node, db=self._db[b"nodes"])
 
+    def put_frame(self, track: Track, block: Sealed, frame: np.ndarray, groups: int = ALL_GROUPS) -> None:
+        """Store a block with a frame (uint8) that has the groups of the mask: one that compaction has thinned out, and is imported."""
+        count, absent = len(block.tokens) // 4, ALL_GROUPS & ~groups
+        value = self._scratch.room(frame_offset(count) + frame.size)
+        value[frame_offset(count) :] = frame
+        pack_value(
+            value, KIND_BLOCK, track.root, track.block_tokens, block.parent, block.token_start, block.tokens, absent
+        )
+        self._txn.put(block.id, value.data, db=self._db[b"blocks"])
+        self._txn.put(_child_prefix(block.parent, block.tokens) + block.id, block.tokens, db=self._db[b"children"])
+        tenant, end = chain_root(track.root, track.namespace), block.token_start + count
+        node = NODE.pack(block.parent, tenant, end, absent, value.size)
+        self._txn.put(block.id, node, db=self._db[b"nodes"])
+        self.put_bytes += value.size
+
     def put_point(self, track: Track, place: PointPlace, kind: int, state: np.ndarray) -> None:
         """Store a rollback point; `state` is its uint8 bytes."""
         start = frame_offset(len(place.tokens) // 4)
@@ -508,6 +534,10 @@ class Group(View):
         progress = Progress(
             t.root, t.namespace, t.session, t.stream, t.epoch, t.parent, t.block_start, t.position, t.closed
         )
+        self._txn.put(sequence, _encode(progress), db=self._db[b"sequences"])
+
+    def replace_progress(self, sequence: SequenceId, progress: Progress) -> None:
+        """Say anew how far a sequence is."""
         self._txn.put(sequence, _encode(progress), db=self._db[b"sequences"])
 
     def put_root(self, root: bytes, info: RootInfo) -> None:

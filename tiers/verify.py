@@ -7,16 +7,16 @@ block is named by session, stream and token range, as far as sequences are known
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tiers.errors import BadBlock, BadRecord
 from tiers.lane import LaneSet, RecordType
-from tiers.layout import BlockId, SequenceId
-from tiers.store import Progress, StoreReader, View
+from tiers.layout import BlockId, PointId, SequenceId
+from tiers.store import PointEntry, Progress, StoreReader, View, unpack_node
 
-BATCH = 128
+BATCH = 32
 
 
 class Affected(NamedTuple):
@@ -32,7 +32,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "record", "parent"]
+    kind: Literal["block", "tail", "point", "record", "parent", "journal"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()
@@ -44,6 +44,7 @@ class Checked:
 
     blocks: int = 0
     tails: int = 0
+    points: int = 0
     records: int = 0
     sequences: int = 0
     bytes: int = 0
@@ -55,21 +56,26 @@ def verify(
     *,
     map_bytes: int = 1 << 40,
     checked: Checked | None = None,
+    pace: Callable[[Checked], None] = lambda checked: None,
 ) -> Iterator[Finding]:
-    """Everything that is wrong with the store and the lanes; `checked` counts along. Raises StoreFailed."""
+    """Everything that is wrong with the store and the lanes; `checked` counts along. Raises StoreFailed.
+
+    pace  called outside of any snapshot after every few blocks: it may wait, to bound the speed, and show how far it is
+    """
     counts = checked if checked is not None else Checked()
     store = StoreReader(store_path, map_bytes=map_bytes)
     try:
-        bad = dict(_bad_blocks(store, counts))
+        bad = dict(_bad_blocks(store, counts, pace))
         yield from _name_blocks(store, bad, counts)
-        yield from _bad_tails(store, counts)
+        yield from _bad_tails(store, counts, pace)
+        yield from _bad_points(store, counts, pace)
         if lane_dir is not None:
             yield from _bad_records(store, lane_dir, counts)
     finally:
         store.close()
 
 
-def _bad_blocks(store: StoreReader, counts: Checked) -> Iterator[tuple[BlockId, str]]:
+def _bad_blocks(store: StoreReader, counts: Checked, pace: Callable[[Checked], None]) -> Iterator[tuple[BlockId, str]]:
     after = b""
     while True:
         with store.snapshot() as view:
@@ -82,6 +88,7 @@ def _bad_blocks(store: StoreReader, counts: Checked) -> Iterator[tuple[BlockId, 
                 counts.blocks += 1
         if not keys:
             return
+        pace(counts)
         after = keys[-1]
 
 
@@ -90,7 +97,7 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
     affected: dict[BlockId, list[Affected]] = {block: [] for block in bad}
     missing: dict[BlockId, list[Affected]] = {}
     with store.snapshot() as view:
-        parents = _parents(view)
+        parents = stored_parents(view)
         if len(parents) != view.count("blocks"):
             for block in parents.keys() - bad.keys():
                 if not view.has_block(block):
@@ -109,9 +116,10 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
         yield Finding("parent", block.hex(), "a block that others lean on is not stored", tuple(spans))
 
 
-def _parents(view: View) -> dict[BlockId, BlockId]:
-    """Parent of each block, from the children database: a bad block's own header can't be trusted."""
-    return {BlockId(key[-16:]): BlockId(key[:16]) for key, _ in view.scan("children")}
+def stored_parents(view: View) -> dict[BlockId, BlockId]:
+    """Parent of each block, from the small databases: a bad block's own header can't be trusted."""
+    parents = {BlockId(key[-16:]): BlockId(key[:16]) for key, _ in view.scan("children")}
+    return parents | {BlockId(key): unpack_node(raw).parent for key, raw in view.scan("nodes")}
 
 
 def _chain(view: View, parents: dict[BlockId, BlockId], progress: Progress) -> Iterator[tuple[BlockId, Affected]]:
@@ -126,7 +134,7 @@ def _chain(view: View, parents: dict[BlockId, BlockId], progress: Progress) -> I
         block, end = parents[block], end - size
 
 
-def _bad_tails(store: StoreReader, counts: Checked) -> Iterator[Finding]:
+def _bad_tails(store: StoreReader, counts: Checked, pace: Callable[[Checked], None]) -> Iterator[Finding]:
     after = b""
     while True:
         findings = []
@@ -141,6 +149,7 @@ def _bad_tails(store: StoreReader, counts: Checked) -> Iterator[Finding]:
         yield from findings
         if not keys:
             return
+        pace(counts)
         after = keys[-1]
 
 
@@ -149,6 +158,39 @@ def _bad_tail(view: View, key: bytes, error: BadBlock) -> Finding:
     start = int.from_bytes(key[32:], "big")
     affected = (Affected(progress.session, progress.stream, start, progress.position),) if progress is not None else ()
     return Finding("tail", key.hex(), error.what, affected)
+
+
+def _bad_points(store: StoreReader, counts: Checked, pace: Callable[[Checked], None]) -> Iterator[Finding]:
+    after = b""
+    while True:
+        bad: list[tuple[bytes, PointEntry, str]] = []
+        with store.snapshot() as view:
+            entries = [(key, view.decode_point(raw)) for key, raw in view.scan("points", after, BATCH)]
+            for key, entry in entries:
+                counts.points += 1
+                try:
+                    counts.bytes += view.point(PointId(key[-16:])).frame.size
+                except BadBlock as error:
+                    bad.append((key, entry, error.what))
+            findings = [Finding("point", key.hex(), reason, _leaning(view, key, entry)) for key, entry, reason in bad]
+        yield from findings
+        if not entries:
+            return
+        pace(counts)
+        after = entries[-1][0]
+
+
+def _leaning(view: View, key: bytes, entry: PointEntry) -> tuple[Affected, ...]:
+    """Sequences that pass through the block in which a rollback point stands, from the point on."""
+    parents, found = stored_parents(view), []
+    for _, raw in view.scan("sequences"):
+        progress = view.decode_progress(raw)
+        if progress.position < entry.position:
+            continue
+        blocks = [block for block, _ in _chain(view, parents, progress)]
+        if key[:16] in blocks or (key[:16] == entry.tenant and blocks[-1:] and parents.get(blocks[-1]) == entry.tenant):
+            found.append(Affected(progress.session, progress.stream, entry.position, progress.position))
+    return tuple(found)
 
 
 def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: Checked) -> Iterator[Finding]:

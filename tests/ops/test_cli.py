@@ -24,7 +24,10 @@ from ops.errors import AlreadyRunning
 from ops.processes import FileLock
 from tiers.paths import Paths
 
-COMMANDS = ["serve", "pull", "status", "sessions", "config", "verify", "demo"]
+COMMANDS = [
+    *("serve", "pull", "status", "sessions", "config", "demo"),
+    *("verify", "inspect", "recover", "repair", "export", "import", "backup", "restore", "doctor"),
+]
 
 
 def concordia(*arguments: str, **environment: str) -> Result:
@@ -42,7 +45,9 @@ def test_every_command_has_help(command: list[str]) -> None:
 
 
 def test_help_tells_the_exit_codes() -> None:
-    assert "6  `verify` found damage" in concordia("--help").stdout
+    assert "6  damage was found" in concordia("--help").stdout
+    for command in COMMANDS:
+        assert "Exit codes:" in concordia(command, "--help").stdout
 
 
 def test_wrong_usage_exits_with_2(tmp_path: Path) -> None:
@@ -111,8 +116,8 @@ class Gateway(BaseHTTPRequestHandler):
     answers: dict[str, Any] = {
         "/admin/engines": [{"id": "e0", "pid": 7, "state": "ready", "device": "cpu", "stats": {}}],
         "/v1/sessions": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
-        "/v1/sessions/a%20b": {"id": "a b", "tokens": 12, "streams": ["s1"]},
-        "/v1/sessions/a%20b/park": {"slots": 1},
+        "/v1/sessions/a%20b": {"id": "a b", "tokens": 12, "turns": 1, "forgotten": True, "streams": ["s1"]},
+        "/v1/sessions/a%20b/park": {"slots": 1, "durable": 11},
     }
 
     def answer(self) -> None:
@@ -146,8 +151,11 @@ def test_sessions_are_listed_shown_parked_and_removed(url: str) -> None:
     assert json.loads(concordia("sessions", "ls", "--json", "--url", url).stdout)["data"][0]["id"] == "a b"
     assert "a b" in concordia("sessions", "ls", "--url", url).stdout
     assert "s1" in concordia("sessions", "show", "a b", "--url", url).stdout
-    assert concordia("sessions", "park", "a b", "--url", url).stdout == "a b is parked\n"
-    assert concordia("sessions", "rm", "a b", "--url", url, "--api-key", "k").exit_code == 0
+    assert concordia("sessions", "park", "a b", "--url", url).stdout == "a b is parked, 11 tokens on disk\n"
+    assert concordia("sessions", "rm", "a b", "--url", url).exit_code == 5, "nobody can be asked"
+    assert concordia("sessions", "rm", "a b", "--url", url, "--dry-run").exit_code == 0
+    assert all(method == "GET" for method, path, _ in Gateway.asked if "park" not in path), "nothing was deleted"
+    assert concordia("sessions", "rm", "a b", "--url", url, "--api-key", "k", "--yes").exit_code == 0
     assert Gateway.asked[-1] == ("DELETE", "/v1/sessions/a%20b", "Bearer k")
 
 

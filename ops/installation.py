@@ -1,0 +1,113 @@
+"""Which installation a command is about, and who runs it now: its gateway, its keeper, or nobody. Runs in the command's process.
+
+The data directory decides. A command that is told only an address takes the data directory of the gateway that answers there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import pid_file
+from gateway.sessions import SessionFile
+from ops.client import Client, base_url
+from ops.config import Config
+from ops.errors import NotRunning, StateRefused
+from ops.processes import FileLock
+from tiers import keeper_client
+from tiers.errors import KeeperAway
+from tiers.offline import owned
+from tiers.paths import Paths
+
+DRAIN_TIMEOUT_S = 120.0
+
+
+def gateway_url(config: Config) -> str:
+    """Where the gateway listens: as set by flag or environment, else what a running `serve` of this data directory says."""
+    told = config.sources["gateway.port"].startswith(("flag", "environment"))
+    serving = pid_file.read(config.paths.pid_file("serve"))
+    if not told and serving is not None and serving.alive:
+        with contextlib.suppress(OSError):
+            return config.paths.gateway_url.read_text().strip()
+    return base_url(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """One data directory and what runs on it.
+
+    gateway  None: none answers, or the one that does serves another data directory (then `foreign` names that)
+    owner    `keeper`, `host agent` or "" (nobody: a command may take the keeper's place)
+    """
+
+    config: Config
+    paths: Paths
+    gateway: Client | None
+    engines: tuple[dict[str, Any], ...]
+    owner: str
+    foreign: str = ""
+
+    @property
+    def roots(self) -> dict[str, dict[str, Any]]:
+        """Fingerprints (hex) of the models that engines serve now, with the engine's row."""
+        return {row["root"]: row for row in self.engines if row.get("root")}
+
+    def need_gateway(self, what: str) -> Client:
+        """The gateway. Raises NotRunning."""
+        if self.gateway is None:
+            other = f"; the one that answers serves {self.foreign}" if self.foreign else ""
+            raise NotRunning(f"{what} needs the gateway of {self.paths.data_dir}, and none answers{other}")
+        return self.gateway
+
+    def drained(self) -> bool:
+        """Have the keeper bring the lanes' records to the disk; False if nobody runs. Raises StateRefused."""
+        if not self.owner:
+            return False
+        try:
+            keeper_client.drain(self.paths.keeper_socket, sync=True, timeout_s=DRAIN_TIMEOUT_S)
+        except KeeperAway as error:
+            raise StateRefused(f"a {self.owner} owns {self.paths.data_dir}, but does not answer: {error}") from error
+        return True
+
+
+def find(config: Config, url: str | None = None) -> Installation:
+    """Look who is there. Raises ApiError if the gateway wants a key."""
+    paths, foreign = config.paths, ""
+    gateway: Client | None = None
+    engines: tuple[dict[str, Any], ...] = ()
+    client = Client(url or gateway_url(config), config.gateway.api_key)
+    with contextlib.suppress(NotRunning):
+        answer = client.get("/admin/engines")
+        engines = tuple(answer if isinstance(answer, list) else answer.get("data", ()))
+        served = "" if isinstance(answer, list) else str(answer.get("data_dir", ""))
+        if served == str(paths.data_dir) or not served:
+            gateway = client
+        elif config.sources["data_dir"] == "default" and Path(served).is_dir():
+            gateway, paths = client, Paths(Path(served), Path(answer["lane_dir"]))
+        else:
+            engines, foreign = (), served
+    return Installation(config, paths, gateway, engines, owned(paths), foreign)
+
+
+def need_data(here: Installation) -> None:
+    """Raise StateRefused if there is no data directory."""
+    if not here.paths.data_dir.is_dir():
+        raise StateRefused(f"there is no data directory {here.paths.data_dir}; name the installation by --data-dir")
+
+
+@contextlib.contextmanager
+def session_file(here: Installation, *, writable: bool = False) -> Iterator[SessionFile]:
+    """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning."""
+    lock = FileLock(here.paths.serve_lock).take("this data directory is being served") if writable else None
+    try:
+        file = SessionFile(here.paths.sessions, writable=writable)
+        try:
+            yield file
+        finally:
+            file.close()
+    finally:
+        if lock is not None:
+            lock.release()

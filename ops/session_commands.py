@@ -1,0 +1,117 @@
+"""`concordia sessions …`. Thin: flags, and how results look. Runs in the command's process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ops.config import Config
+from ops.flags import Group, client_flags, configured, confirm, destructive_flags, json_flag, print_json
+
+
+@click.group(cls=Group)
+def sessions() -> None:
+    """List, show, park, pin and delete sessions."""
+
+
+COMMANDS = (sessions,)
+_SHOWN = ("id", "state", "turns", "tokens", "captured", "durable", "lag", "pinned", "degraded")
+
+
+@sessions.command("ls", exits=(4,))
+@client_flags
+@json_flag
+@configured
+def sessions_ls(config: Config, url: str | None, as_json: bool) -> None:
+    """List the sessions, most lately used first; from the data directory where no gateway runs."""
+    from ops.installation import find
+    from ops.sessions import listed
+
+    answer = listed(find(config, url))
+    if as_json:
+        print_json(answer)
+        return
+    from ops.show import console, table
+
+    rows = answer["data"]
+    if not rows:
+        click.echo("no sessions; a request with the header X-Session-Id makes one")
+        return
+    columns = [key for key in _SHOWN if any(key in row for row in rows)]
+    console.print(table("", columns, [[_cell(row.get(key)) for key in columns] for row in rows]))
+
+
+@sessions.command("show", exits=(4,))
+@click.argument("session")
+@client_flags
+@json_flag
+@configured
+def sessions_show(config: Config, session: str, url: str | None, as_json: bool) -> None:
+    """Show one session: its tokens, how many of them have their state in a lane and on disk, its latest streams."""
+    from ops.installation import find
+    from ops.sessions import view
+
+    answer = view(find(config, url), session)
+    if as_json:
+        print_json(answer)
+        return
+    from ops.show import console, table
+
+    console.print(table("", ("", ""), [(key, _cell(value)) for key, value in answer.items()]))
+
+
+@sessions.command("park", exits=(4, 5))
+@click.argument("session")
+@client_flags
+@json_flag
+@configured
+def sessions_park(config: Config, session: str, url: str | None, as_json: bool) -> None:
+    """Take a session off the devices; all of it is on disk when this returns. It goes on from there with its next turn."""
+    from ops.installation import find
+
+    client = find(config, url).need_gateway("parking")
+    answer = client.post(client.session_path(session) + "/park")
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{session} is parked, {answer.get('durable', 0)} tokens on disk")
+
+
+@sessions.command("rm", exits=(4, 5))
+@click.argument("session_names", metavar="SESSION...", nargs=-1, required=True)
+@destructive_flags
+@client_flags
+@json_flag
+@configured
+def sessions_rm(
+    config: Config, session_names: tuple[str, ...], yes: bool, dry_run: bool, url: str | None, as_json: bool
+) -> None:
+    """Delete sessions and what only they have stored: their answers end, their blocks, journals and records go."""
+    from ops.installation import find
+    from ops.sessions import remove, view
+
+    here = find(config, url)
+    views = [view(here, name) for name in session_names]
+    if not dry_run:
+        confirm(f"Delete {', '.join(session_names)}?", yes=yes)
+    results = [_dry_row(row) if dry_run else remove(here, row["id"]) for row in views]
+    if as_json:
+        print_json({"dry_run": dry_run, "data": results})
+        return
+    for row in results:
+        if dry_run:
+            click.echo(f"{row['id']} would be deleted: {row['turns']} turns, {row['tokens']} tokens")
+        else:
+            click.echo(f"{row['id']} is deleted" + ("" if row["forgotten"] else "; its blocks are collected later"))
+
+
+def _dry_row(view: dict[str, Any]) -> dict[str, Any]:
+    return {key: view.get(key) for key in ("id", "turns", "tokens", "live_streams")}
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list | dict):
+        return json.dumps(value) if value else None
+    return value

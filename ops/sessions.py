@@ -1,0 +1,100 @@
+"""Sessions for the commands: by the gateway where one runs, from the data directory where none does. Runs in the command's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gateway.sessions import SessionRecord
+from ops.errors import OpsError
+from ops.installation import Installation, session_file
+from tiers.export import find_stored
+from tiers.offline import offline_drain, recover
+from tiers.store import StoreReader
+
+
+def listed(here: Installation) -> dict[str, Any]:
+    """All sessions, most lately used first, as GET /v1/sessions answers."""
+    if here.gateway is not None or _nothing_on_disk(here):
+        return dict(here.need_gateway("this list").get("/v1/sessions"))
+    return {"object": "list", "data": [_offline_row(here, record) for record in _records(here)]}
+
+
+def view(here: Installation, session: str) -> dict[str, Any]:
+    """One session. Raises OpsError if there is none."""
+    if here.gateway is not None or _nothing_on_disk(here):
+        client = here.need_gateway("this session")
+        return dict(client.get(client.session_path(session)))
+    record = _record(here, session)
+    return {**_offline_row(here, record), "streams": record.streams}
+
+
+def remove(here: Installation, session: str) -> dict[str, Any]:
+    """Delete one session and what only it has stored. Raises OpsError, StateRefused."""
+    if here.gateway is not None:
+        return dict(here.gateway.delete(here.gateway.session_path(session)))
+    return _remove_offline(here, session)
+
+
+def _nothing_on_disk(here: Installation) -> bool:
+    return bool(here.foreign) or not (here.paths.sessions / "data.mdb").exists()
+
+
+# ---------------------------------------------------------------- without a gateway
+
+
+def _records(here: Installation) -> list[SessionRecord]:
+    with session_file(here) as file:
+        return file.all()
+
+
+def _record(here: Installation, session: str) -> SessionRecord:
+    with session_file(here) as file:
+        record = file.get(session)
+    if record is None:
+        raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}")
+    return record
+
+
+def _offline_row(here: Installation, record: SessionRecord) -> dict[str, Any]:
+    """The same fields as the gateway's, as far as the disk knows them."""
+    with session_file(here) as file:
+        tokens = np.frombuffer(file.tokens(record.session), "<i4")
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        found = find_stored(store, record.namespace, tokens)
+    finally:
+        store.close()
+    durable = found.position if found is not None else 0
+    return {
+        "id": record.session,
+        "object": "session",
+        "state": "parked",
+        "created": int(record.created),
+        "last_used": int(record.last_used),
+        "turns": record.turns,
+        "tokens": record.token_count,
+        "captured": max(durable, record.captured),
+        "durable": durable,
+        "engines": [],
+        "live_streams": [],
+    }
+
+
+def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
+    with session_file(here, writable=True) as file:
+        record = file.get(session)
+        assert record is not None, "looked up before"
+        tokens = np.frombuffer(file.tokens(session), "<i4").astype(np.int32)
+        recover(here.paths, here.config.tiers)
+        reader = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+        found = find_stored(reader, record.namespace, tokens)
+        reader.close()
+        if found is not None:
+            with offline_drain(here.paths, here.config.tiers) as drain:
+                drain.forget(found.root, record.namespace, tokens, session)
+        for stream in record.streams:
+            here.paths.journal(stream).unlink(missing_ok=True)
+        file.remove(session)
+    return {"id": session, "object": "session", "deleted": True, "forgotten": True}

@@ -1,0 +1,205 @@
+"""Commands about what is stored: look, check, mend, move, back up. Thin: each reads its flags and calls its doer in `ops/`.
+
+Runs in the command's process. What needs the store's writer asks the keeper if one runs, and takes its place if none does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ops.config import Config
+from ops.flags import Command, client_flags, configured, destructive_flags, json_flag, place_flags
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(cls=Command, exits=(6,))
+@click.argument("target", required=False, type=_FILE, metavar="[FILE]")
+@click.option(
+    "--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes."
+)
+@place_flags
+@json_flag
+@configured
+def verify(config: Config, target: Path | None, limit_mb_s: float, as_json: bool) -> None:
+    """Check every checksum and every chain: blocks, tails and rollback points on disk, records in the lanes, journals.
+
+    Says which tokens of which session are damaged (exit code 6). Reads only, and may run while the installation serves. With FILE,
+    checks an exported session or a backup instead.
+    """
+    from ops import verify as doer
+
+    if target is not None:
+        doer.run_on(target, as_json)
+    else:
+        doer.run(config, as_json, limit_mb_s=limit_mb_s)
+
+
+@click.command(cls=Command, exits=(6,))
+@click.argument("target")
+@click.option("--from", "from_number", type=int, metavar="N", help="First record of a lane to show.")
+@click.option("--limit", type=int, default=1000, show_default=True, metavar="N", help="Show at most so many.")
+@click.option(
+    "--freed", is_flag=True, help="Records of a lane that are on disk already, too, as far as they are still there."
+)
+@click.option("--no-check", "check", flag_value=False, default=True, help="Don't read payloads.")
+@client_flags
+@json_flag
+@configured
+def inspect(
+    config: Config,
+    target: str,
+    from_number: int | None,
+    limit: int,
+    freed: bool,
+    check: bool,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Show TARGET record by record.
+
+    TARGET is a lane (an engine's name, or a .lane file), a session, stream or sequence id (what is on disk of it), or an exported file.
+    """
+    from ops.inspection import run
+    from ops.installation import find
+
+    run(find(config, url), target, as_json, from_number=from_number, limit=limit, freed=freed, check=check)
+
+
+@click.command(cls=Command, exits=(5,))
+@client_flags
+@json_flag
+@configured
+def recover(config: Config, url: str | None, as_json: bool) -> None:
+    """Bring what the lanes hold to the disk, without starting a server: after a crash, before a reboot, before a copy.
+
+    Doing it again changes nothing. While the installation runs, its keeper is asked to do it.
+    """
+    from ops.installation import find
+    from ops.recovery import run_recover
+
+    run_recover(find(config, url), as_json)
+
+
+@click.command(cls=Command, exits=(5,))
+@click.option("--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second.")
+@destructive_flags
+@client_flags
+@json_flag
+@configured
+def repair(config: Config, limit_mb_s: float, yes: bool, dry_run: bool, url: str | None, as_json: bool) -> None:
+    """Find damage as `verify` does, and take it out.
+
+    Only what is bad is dropped; its bytes are kept in DATA/store/broken/*.broken. Says which tokens of which session are computed
+    again when they are needed; no token of a conversation is lost. Also while the installation serves.
+    """
+    from ops.installation import find
+    from ops.recovery import run_repair
+
+    run_repair(find(config, url), as_json, yes=yes, dry_run=dry_run, limit_mb_s=limit_mb_s)
+
+
+@click.command(cls=Command, exits=(5, 6))
+@click.argument("session")
+@click.option("--output", "-o", type=_FILE, metavar="FILE", help="Default SESSION.concordia here.")
+@click.option("--yes", "-y", is_flag=True, help="Replace FILE without asking.")
+@client_flags
+@json_flag
+@configured
+def export(config: Config, session: str, output: Path | None, yes: bool, url: str | None, as_json: bool) -> None:
+    """Write SESSION into one file: tokens, state, fingerprint, checksums. Also while the installation serves.
+
+    Interrupted, the same command goes on where it stopped (FILE.part). The tokens and their state are in it as plain bytes.
+    """
+    from ops.installation import find
+    from ops.transfer import run_export
+
+    target = output or Path(f"{session.replace('/', '_')}.concordia")
+    run_export(find(config, url), session, target, as_json, yes=yes)
+
+
+@click.command("import", cls=Command, exits=(3, 4, 5, 6))
+@click.argument("source", metavar="FILE", type=_FILE)
+@click.option(
+    "--as", "name", default="", metavar="SESSION", help="Under this name, default the one that it was exported with."
+)
+@click.option(
+    "--namespace", default="", metavar="NAME", help="For this tenant, default the one that it was exported from."
+)
+@click.option("--replace", is_flag=True, help="Replace a session of that name.")
+@click.option(
+    "--any-model", is_flag=True, help="Also if another model is served here: its state waits until its own is."
+)
+@destructive_flags
+@client_flags
+@json_flag
+@configured
+def import_command(
+    config: Config, source: Path, name: str, namespace: str, replace: bool, any_model: bool, yes: bool, dry_run: bool,
+    url: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Take an exported session: its next turn here computes only what is new. Also while the installation serves.
+
+    The whole file is checked first; a damaged one is refused (exit code 6), and one of another model too (exit code 3). Interrupted, the
+    same command goes on; blocks that are there already are not stored again.
+    """
+    from ops.installation import find
+    from ops.transfer import run_import
+
+    run_import(
+        find(config, url), source, as_json, name=name, namespace=namespace, replace=replace, any_model=any_model, yes=yes,
+        dry_run=dry_run,
+    )  # fmt: skip
+
+
+@click.command(cls=Command, exits=(5, 6))
+@click.argument("target", metavar="DIRECTORY", type=_FILE)
+@click.option("--no-check", "check", flag_value=False, default=True, help="Don't read it back.")
+@client_flags
+@json_flag
+@configured
+def backup(config: Config, target: Path, check: bool, url: str | None, as_json: bool) -> None:
+    """Copy everything durable to a new DIRECTORY, while the installation serves or not: store, sessions, journals, concordia.toml.
+
+    The lanes are drained first. The copy is read back and compared. An unfinished one is DIRECTORY.part and is begun anew.
+    """
+    from ops.backups import run_backup
+    from ops.installation import find
+
+    run_backup(find(config, url), target, as_json, check=check)
+
+
+@click.command(cls=Command, exits=(5, 6))
+@click.argument("source", metavar="DIRECTORY", type=_FILE)
+@click.option("--replace", is_flag=True, help="Move what the data directory holds aside, to DATA/replaced-N.")
+@destructive_flags
+@client_flags
+@json_flag
+@configured
+def restore(
+    config: Config, source: Path, replace: bool, yes: bool, dry_run: bool, url: str | None, as_json: bool
+) -> None:
+    """Put a backup into the data directory, which nobody may be serving. Every byte is checked on the way.
+
+    Interrupted, the same command goes on. Sessions go on with their next request to the `serve` that is started there.
+    """
+    from ops.backups import run_restore
+    from ops.installation import find
+
+    run_restore(find(config, url), source, as_json, replace=replace, yes=yes, dry_run=dry_run)
+
+
+@click.command(cls=Command)
+@place_flags
+@json_flag
+@configured
+def doctor(config: Config, as_json: bool) -> None:
+    """Look at this machine's limits, measure its disk, and say what to change. Exit code 1 if something that is set can't work."""
+    from ops.doctor import run
+
+    run(config, as_json)
+
+
+COMMANDS = (verify, inspect, recover, repair, export, import_command, backup, restore, doctor)

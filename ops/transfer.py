@@ -1,0 +1,226 @@
+"""`concordia export` and `concordia import`: one session, one file. In the command's process; the keeper, if one runs, does the import.
+
+A session's token list and record come from DATA/sessions, its state from the store. Source: tiers/export.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from gateway.sessions import SessionRecord
+from ops.errors import BadData, ModelError, OpsError, StateRefused
+from ops.flags import confirm, print_json
+from ops.installation import Installation, need_data, session_file
+from ops.show import Bar, size
+from tiers import keeper_client
+from tiers.errors import BadBlock, BadFile, OtherFormat
+from tiers.export import Manifest, Opened, Slice, check_exported, export_session, find_stored
+from tiers.layout import RootId
+from tiers.offline import offline_drain, recover, waiting
+from tiers.store import StoreReader
+
+# ---------------------------------------------------------------- export
+
+
+def run_export(here: Installation, session: str, target: Path, as_json: bool, *, yes: bool) -> None:
+    """Write one session to `target`. Raises OpsError, StateRefused, BadData."""
+    need_data(here)
+    if target.exists():
+        confirm(f"{target} exists. Replace it?", yes=yes)
+    if not here.drained() and any(waiting(here.paths).values()):
+        recover(here.paths, here.config.tiers)
+    record, tokens = _session(here, session)
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        found = find_stored(store, record.namespace, tokens, _served_root(here))
+        if found is None:
+            raise StateRefused(
+                f"nothing is stored of session {session!r}: it has been forgotten, or was never captured"
+            )
+        manifest = Manifest(
+            session, record.namespace, found.root, found.info.layout, found.info.state_bytes, found.info.block_tokens,
+            len(tokens), found.position, found.block_count, len(found.points), int(time.time()),
+            _about(here, record, found.root),
+        )  # fmt: skip
+        with Bar(f"exporting {session}", quiet=as_json) as bar:
+            written, resumed = export_session(store, target, found, manifest, tokens, bar)
+    except BadBlock as error:
+        raise BadData(f"{error}. `concordia repair` takes it out; then what is whole can be exported") from error
+    finally:
+        store.close()
+    row = {
+        "session": session, "path": str(target), "bytes": written, "tokens": len(tokens), "position": found.position,
+        "root": found.root.hex(), "resumed_records": resumed,
+    }  # fmt: skip
+    if as_json:
+        print_json(row)
+        return
+    rest = len(tokens) - found.position
+    click.echo(f"{session}: {len(tokens)} tokens, state of {found.position}, {size(written)} in {target}")
+    if resumed:
+        click.echo(f"{resumed} records were there from an export that was interrupted")
+    if rest > 1:  # the last token of an answer is never fed to the model
+        click.echo(f"the state of the last {rest} tokens isn't stored; they are computed again where it is imported")
+
+
+def _session(here: Installation, session: str) -> tuple[SessionRecord, np.ndarray]:
+    with session_file(here) as file:
+        record, packed = file.get(session), file.tokens(session)
+    if record is None:
+        raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}; `concordia sessions ls` lists them")
+    if not packed:
+        raise StateRefused(f"session {session!r} has not finished its first turn; export it after that")
+    return record, np.frombuffer(packed, "<i4")
+
+
+def _served_root(here: Installation) -> RootId | None:
+    """If one model is served here, its state is meant."""
+    roots = here.roots
+    return RootId(bytes.fromhex(next(iter(roots)))) if len(roots) == 1 else None
+
+
+def _about(here: Installation, record: SessionRecord, root: bytes) -> dict[str, Any]:
+    row = here.roots.get(root.hex(), {})
+    model = {key: row[key] for key in ("model", "dtype") if row.get(key)}
+    return {"record": msgspec.to_builtins(msgspec.structs.replace(record, streams=[])), **model}
+
+
+# ---------------------------------------------------------------- import
+
+
+def run_import(
+    here: Installation, source: Path, as_json: bool, *, name: str, namespace: str, replace: bool, any_model: bool,
+    yes: bool, dry_run: bool,
+) -> None:  # fmt: skip
+    """Take one session from `source`. Raises BadData (damaged), ModelError (another model), StateRefused (the name is taken)."""
+    opened = _checked(source, as_json)
+    m = opened.manifest
+    session, namespace = name or m.session, namespace or m.namespace
+    note = _check_model(here, opened, any_model)
+    _check_name(here, session, replace)
+    row = {
+        "session": session, "namespace": namespace, "tokens": m.token_count, "position": m.position,
+        "root": m.root.hex(), "dry_run": dry_run, "note": note,
+    }  # fmt: skip
+    if not dry_run:
+        if replace:
+            confirm(f"Replace session {session} if it is there?", yes=yes)
+        row |= _put_state(here, source, opened, session, namespace, as_json)
+        _put_record(here, opened, session, namespace, replace)
+    if as_json:
+        print_json(row)
+        return
+    verb = "would be imported" if dry_run else "is imported"
+    click.echo(f"{session} {verb}: {m.token_count} tokens, state of {m.position}")
+    if not dry_run:
+        click.echo(f"{row['blocks_put']} blocks and tails were put, {row['blocks_there']} were there already")
+    if note:
+        click.echo(note)
+
+
+def _checked(source: Path, as_json: bool) -> Opened:
+    if not source.is_file():
+        raise OpsError(f"there is no file {source}")
+    with Bar(f"checking {source.name}", quiet=as_json) as bar:
+        try:
+            return check_exported(source, bar)
+        except (BadFile, OtherFormat) as error:
+            raise BadData(f"{error}") from error
+
+
+def _check_model(here: Installation, opened: Opened, any_model: bool) -> str:
+    """What is to be said about the fingerprint. Raises ModelError."""
+    root = opened.manifest.root.hex()
+    made_by = opened.manifest.about.get("model") or "an unnamed model"
+    if here.gateway is not None and here.engines:
+        known, what = set(here.roots), "is served"
+    else:
+        known, what = _stored_roots(here), "has been served"
+    if root in known:
+        return ""
+    if known and not any_model:
+        served = ", ".join(sorted({str(row.get("model")) for row in here.roots.values()})) or "another model"
+        raise ModelError(
+            f"the file holds state of {made_by} (fingerprint {root[:12]}…), here {served} {what} (fingerprint "
+            f"{', '.join(sorted(k[:12] + '…' for k in known))}): weights, dtype or options differ, so its numbers can't be used. Serve the "
+            "model that it was made with, or send the conversation as a new request"
+        )
+    return f"it can only be used by {made_by} with fingerprint {root[:12]}…; no engine is here to compare with"
+
+
+def _stored_roots(here: Installation) -> set[str]:
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        with store.snapshot() as view:
+            return {key.hex() for key, _ in view.scan("roots")}
+    finally:
+        store.close()
+
+
+def _check_name(here: Installation, session: str, replace: bool) -> None:
+    if replace or not here.paths.sessions.exists():
+        return
+    with session_file(here) as file:
+        taken = file.get(session) is not None
+    if taken:
+        raise StateRefused(f"there is a session {session!r} already; import it --as another name, or --replace it")
+
+
+def _put_state(
+    here: Installation, source: Path, opened: Opened, session: str, namespace: str, as_json: bool
+) -> dict[str, int]:
+    """All state of the file, one group commit after another. Interrupted, the next import finds what is there."""
+    put = there = 0
+    size_bytes = source.stat().st_size
+    path = str(source.resolve())
+    with Bar(f"importing {session}", quiet=as_json) as bar:
+        if here.owner:
+            here.need_gateway("taking over the session's record")
+            step = Slice(0, 0, False, 0, 0)
+            while not step.done:
+                answer = keeper_client.import_slice(
+                    here.paths.keeper_socket, path, session, namespace, step.offset, step.index
+                )
+                step = msgspec.convert(answer, Slice)
+                put, there = put + step.blocks_put, there + step.blocks_there
+                bar(step.offset, size_bytes)
+        else:
+            here.paths.make()
+            with offline_drain(here.paths, here.config.tiers) as drain:
+                step = Slice(0, 0, False, 0, 0)
+                while not step.done:
+                    request = {"path": path, "session": session, "namespace": namespace}
+                    answer = drain.import_slice({**request, "offset": step.offset, "index": step.index})
+                    step = msgspec.convert(answer["imported"], Slice)
+                    put, there = put + step.blocks_put, there + step.blocks_there
+                    bar(step.offset, size_bytes)
+    return {"blocks_put": put, "blocks_there": there}
+
+
+def _put_record(here: Installation, opened: Opened, session: str, namespace: str, replace: bool) -> None:
+    about = opened.manifest.about.get("record") or {}
+    now = time.time()
+    base = {"session": session, "created": now, "last_used": now}
+    record = msgspec.convert({**base, **about, "session": session, "namespace": namespace}, SessionRecord)
+    position, count = opened.manifest.position, opened.manifest.token_count
+    record = msgspec.structs.replace(
+        record, streams=[], parked=True, token_count=count, captured=position, durable=position
+    )
+    if here.gateway is not None:
+        body = {
+            "record": msgspec.to_builtins(record),
+            "tokens": base64.b64encode(opened.tokens).decode(),
+            "replace": replace,
+        }
+        path = here.gateway.session_path(session).replace("/v1/", "/admin/", 1)
+        here.gateway.post(path, body)
+        return
+    with session_file(here, writable=True) as file:
+        file.put(record, opened.tokens)

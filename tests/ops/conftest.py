@@ -1,0 +1,88 @@
+"""An installation without processes: a store, lanes and sessions made by hand, and the command line to look at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from gateway.sessions import SessionFile, SessionRecord
+from ops import cli
+from tests.tiers.sample import BLOCK, World, some_tokens
+from tiers.paths import Paths
+
+
+@dataclass
+class Place:
+    """One data directory with its lanes, and `concordia` run on it."""
+
+    world: World
+
+    @property
+    def paths(self) -> Paths:
+        return self.world.paths
+
+    def run(self, *arguments: str) -> Result:
+        clean = {name: None for name in os.environ if name.startswith("CONCORDIA_")}
+        where = ("--data-dir", str(self.paths.data_dir), "--lane-dir", str(self.paths.lane_dir))
+        return CliRunner().invoke(cli.main, [*arguments, *where], env=clean)
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        """The command's JSON; it must end with `code`."""
+        result = self.run(*arguments, "--json")
+        assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
+        return json.loads(result.stdout)
+
+    def refused(self, code: int, *arguments: str) -> str:
+        """What a command that ends with `code` says on stderr, which is one line."""
+        result = self.run(*arguments)
+        assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
+        assert result.stderr.startswith("concordia: "), result.stderr
+        return result.stderr
+
+    def session(self, name: str, tokens: np.ndarray, *, cuts: list[int] | None = None, drained: bool = True) -> None:
+        """A session with one finished turn, its state in the store (or still in the lane)."""
+        lane = self.world.lane()
+        self.world.capture(lane, f"stream-{name}", tokens, cuts or [len(tokens)], session=name)
+        lane.close()
+        if drained:
+            self.world.drain()
+        self.record(name, tokens)
+
+    def record(self, name: str, tokens: np.ndarray) -> None:
+        file = SessionFile(self.paths.sessions, writable=True)
+        file.put(SessionRecord(name, 1.0, 2.0, turns=1, token_count=len(tokens)), tokens.astype("<i4").tobytes())
+        file.close()
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
+    """Makes installations by name."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    made: list[str] = []
+
+    def make(name: str) -> Place:
+        lane_dir = tempfile.mkdtemp(prefix="concordia-test-", dir=shared)
+        made.append(lane_dir)
+        return Place(World(Paths.at(tmp_path / name, lane_dir).make()))
+
+    yield make
+    for lane_dir in made:
+        shutil.rmtree(lane_dir, ignore_errors=True)
+
+
+@pytest.fixture
+def place(places: Callable[[str], Place]) -> Place:
+    return places("data")
+
+
+TOKENS = some_tokens(5 * BLOCK + 3)

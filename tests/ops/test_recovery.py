@@ -1,0 +1,231 @@
+"""verify, recover, repair and inspect as an operator meets them: exit codes, JSON, seeded damage, done twice."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.ops.conftest import TOKENS, Place
+from tests.tiers.sample import BLOCK, append_rows, flip, rows, some_tokens
+from tiers.lane import LaneReader, data_offset
+from tiers.offline import keeper_lock
+from tiers.repair import ASIDE
+
+
+def damage(place: Place, wanted: bytes) -> None:
+    """Flip one bit of the stored value that holds these bytes."""
+    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
+    found = 0
+    for name in (b"blocks", b"tails"):
+        database = environment.open_db(name)
+        with environment.begin(db=database, write=True) as transaction:
+            for key, value in list(transaction.cursor()):
+                if (at := value.find(wanted)) >= 0:
+                    transaction.put(key, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :])
+                    found += 1
+    environment.close()
+    assert found == 1
+
+
+def damage_block(place: Place, number: int, tokens: np.ndarray = TOKENS) -> None:
+    start = number * BLOCK
+    damage(place, rows(start, tokens[start : start + BLOCK]).tobytes())
+
+
+# ---------------------------------------------------------------- recover
+
+
+def test_recover_brings_the_lanes_to_the_disk_and_a_second_time_finds_nothing(place: Place) -> None:
+    place.session("chat", TOKENS, cuts=[10, 43], drained=False)
+    found = place.json("recover")
+    assert (found["by"], found["records"], found["lanes"]) == ("command", 3, {"e0": 3})
+    assert found["sessions"] == [{"session": "chat", "stream": "stream-chat", "durable": 43}]
+    assert place.world.restorable(TOKENS) == 43
+    again = place.json("recover")
+    assert (again["records"], again["lanes"], again["sessions"]) == (0, {}, [])
+    assert "nothing waits" in place.run("recover").stdout
+
+
+def test_recover_passes_over_a_damaged_record_and_says_so(place: Place) -> None:
+    place.session("chat", TOKENS, cuts=[10, 20, 43], drained=False)
+    header = LaneReader.open(place.paths.lane("e0")).records(0)[2]
+    flip(place.paths.lane("e0"), data_offset(64) + header.payload_offset + 70)
+    found = place.json("recover")
+    assert (found["bad_records"], found["unusable_records"]) == (1, 1), "the rows after it lean on it"
+    assert place.world.restorable(TOKENS) == 10
+
+
+def test_recover_does_not_take_a_live_keepers_place(place: Place) -> None:
+    place.session("chat", TOKENS)
+    with open(keeper_lock(place.paths), "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "keeper owns" in place.refused(5, "recover")
+    assert place.run("recover").exit_code == 0
+
+
+def test_recover_of_nothing_is_refused(place: Place) -> None:
+    shutil.rmtree(place.paths.data_dir)
+    assert "no data directory" in place.refused(5, "recover")
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_says_what_it_read(place: Place) -> None:
+    place.session("chat", TOKENS)
+    found = place.json("verify", "--limit-mb-s", "1000")
+    assert found["ok"] and found["checked"]["blocks"] == 5 and found["findings"] == []
+    assert "all whole" in place.run("verify").stdout
+
+
+def test_verify_names_the_damage(place: Place) -> None:
+    place.session("chat", TOKENS)
+    damage_block(place, 2)
+    found = place.json("verify", code=6)
+    assert found["findings"][0]["affected"][0] | {"stream": ""} == {
+        "session": "chat", "stream": "", "token_start": 16, "token_end": 24,
+    }  # fmt: skip
+    assert "concordia repair" in place.refused(6, "verify")
+
+
+def test_verify_finds_a_damaged_journal(place: Place) -> None:
+    from gateway import journal
+
+    place.session("chat", TOKENS)
+    records = [journal.Placed(1, "e0", 1), journal.Tokens(3, b"\1\0\0\0"), journal.End("stop", "stop", 1.0)]
+    path = place.paths.journal("s1")
+    path.write_bytes(b"".join(journal.encode(record) for record in records) + journal.CLOSED)
+    assert place.json("verify")["checked"]["journals"] == 1
+    flip(path, 40)
+    assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["journal"]
+
+
+def test_verify_of_nothing_says_where_it_looked(place: Place) -> None:
+    assert "--data-dir" in place.refused(1, "verify")
+
+
+# ---------------------------------------------------------------- repair
+
+
+def test_repair_finds_nothing(place: Place) -> None:
+    place.session("chat", TOKENS)
+    assert place.json("repair")["dropped"] == 0
+    assert "nothing is damaged" in place.run("repair").stdout
+
+
+def test_repair_drops_only_what_is_bad_and_says_what_it_costs(place: Place) -> None:
+    other = some_tokens(4 * BLOCK, seed=2)
+    place.session("chat", TOKENS)
+    place.session("other", other)
+    damage_block(place, 2)
+    would = place.json("repair", "--dry-run")
+    assert would["recompute"] == [{"session": "chat", "stream": "stream-chat", "token_start": 16, "token_end": 43}]
+    assert place.run("verify").exit_code == 6, "a dry run changes nothing"
+    assert "--yes" in place.refused(5, "repair")
+    done = place.json("repair", "--yes")
+    assert (done["dropped"], done["recompute"]) == (1, would["recompute"])
+    (kept,) = done["kept_aside"]
+    assert Path(kept).parent == place.paths.store / ASIDE and Path(kept).suffix == ".broken"
+    assert len(Path(kept).read_bytes()) > BLOCK
+    assert place.json("verify")["ok"]
+    assert place.world.restorable(TOKENS) == 16
+    assert place.world.restorable(other) == len(other)
+    assert place.json("repair", "--yes")["dropped"] == 0
+
+
+def test_repair_drops_a_bad_tail_piece(place: Place) -> None:
+    place.session("chat", TOKENS)
+    damage(place, rows(40, TOKENS[40:43]).tobytes())
+    done = place.json("repair", "--yes")
+    assert [(row["token_start"], row["token_end"]) for row in done["recompute"]] == [(40, 43)]
+    assert place.json("verify")["ok"]
+    assert place.world.restorable(TOKENS) == 40
+
+
+def test_repair_keeps_a_lanes_damaged_record_aside_and_drains_the_rest(place: Place) -> None:
+    place.session("chat", TOKENS, cuts=[10, 20, 43], drained=False)
+    header = LaneReader.open(place.paths.lane("e0")).records(0)[2]
+    flip(place.paths.lane("e0"), data_offset(64) + header.payload_offset + 70)
+    place.world.lane().close()
+    place.paths.store.mkdir(exist_ok=True)
+    assert place.run("repair", "--dry-run").exit_code in (0, 1)
+    done = place.json("repair", "--yes")
+    assert [(row["token_start"], row["token_end"]) for row in done["recompute"]] == [(10, 43)]
+    assert len(done["kept_aside"]) == 1
+    assert place.json("verify")["ok"]
+    assert place.world.restorable(TOKENS) == 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_repair_of_seeded_damage_leaves_a_clean_store(place: Place, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    conversations = [some_tokens(int(draw.integers(2 * BLOCK, 6 * BLOCK)), seed=10 + n) for n in range(4)]
+    for number, tokens in enumerate(conversations):
+        place.session(f"s{number}", tokens)
+    broken: dict[int, int] = {}
+    for number in draw.choice(4, size=2, replace=False):
+        tokens = conversations[number]
+        broken[int(number)] = block = int(draw.integers(0, len(tokens) // BLOCK))
+        damage_block(place, block, tokens)
+    place.json("verify", code=6)
+    done = place.json("repair", "--yes")
+    assert done["dropped"] == 2
+    assert place.json("verify")["ok"]
+    for number, tokens in enumerate(conversations):
+        expected = broken[number] * BLOCK if number in broken else len(tokens)
+        assert place.world.restorable(tokens) == expected
+    named = {(row["session"], row["token_start"]) for row in done["recompute"]}
+    assert named == {(f"s{number}", block * BLOCK) for number, block in broken.items()}
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_a_lane_record_by_record(place: Place) -> None:
+    place.session("chat", TOKENS, cuts=[10, 43], drained=False)
+    found = place.json("inspect", "e0")
+    assert (found["lane"]["tail"], found["lane"]["head"]) == (0, 3)
+    assert [(row["type"], row["token_end"], row["state"]) for row in found["records"]] == [
+        ("OPEN", 0, "ok"), ("ROWS", 10, "ok"), ("ROWS", 43, "ok"),
+    ]  # fmt: skip
+    assert {row["session"] for row in found["records"]} == {"chat"}
+    assert [row["number"] for row in place.json("inspect", "e0", "--from", "1", "--limit", "1")["records"]] == [1]
+    assert "ROWS" in place.run("inspect", str(place.paths.lane("e0"))).stdout
+    place.json("recover")
+    assert place.json("inspect", "e0")["records"] == []
+    assert [row["freed"] for row in place.json("inspect", "e0", "--freed")["records"]] == [True] * 3
+
+
+def test_inspect_marks_a_bad_record_and_goes_on(place: Place) -> None:
+    place.session("chat", TOKENS, cuts=[10, 43], drained=False)
+    flip(place.paths.lane("e0"), data_offset(64) + LaneReader.open(place.paths.lane("e0")).records(0)[1].payload_offset)
+    found = place.json("inspect", "e0", code=6)
+    assert [row["state"][:3] for row in found["records"]] == ["ok", "bad", "ok"]
+
+
+def test_inspect_shows_a_session_block_by_block(place: Place) -> None:
+    place.session("chat", TOKENS)
+    (sequence,) = place.json("inspect", "chat")["sequences"]
+    assert sequence["position"] == 43
+    spans = [(row["kind"], row["token_start"], row["token_end"]) for row in sequence["stored"]]
+    assert spans == [*(("block", n * BLOCK, (n + 1) * BLOCK) for n in range(5)), ("tail", 40, 43)]
+    assert place.json("inspect", sequence["sequence"])["sequences"][0]["sequence"] == sequence["sequence"]
+    assert place.run("inspect", "stream-chat").exit_code == 0
+    damage_block(place, 1)
+    (sequence,) = place.json("inspect", "chat", code=6)["sequences"]
+    assert [row["state"].startswith("bad") for row in sequence["stored"]] == [False, True, *[False] * 4]
+
+
+def test_inspect_of_what_is_not_there(place: Place) -> None:
+    assert "no lane, file, session" in place.refused(1, "inspect", "nothing")
+    lane = place.world.lane()
+    append_rows(lane, "x", 0, some_tokens(2))
+    lane.close()
+    flip(place.paths.lane("e0"), 3)
+    place.run("inspect", "e0")
+    assert place.run("inspect", "e0").exit_code == 6

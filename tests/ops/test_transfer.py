@@ -1,0 +1,308 @@
+"""export and import, backup and restore: whole or not at all, damage found, interrupted and again, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.ops.conftest import TOKENS, Place
+from tests.tiers.sample import BLOCK, flip, some_tokens
+from tiers import export as exported
+from tiers.errors import BadFile, OtherFormat
+
+Make = Callable[[str], Place]
+
+
+@pytest.fixture
+def target(places: Make) -> Place:
+    return places("other")
+
+
+def export(place: Place, file: Path, session: str = "chat") -> dict:
+    return dict(place.json("export", session, "-o", str(file), "--yes"))
+
+
+def test_an_exported_session_goes_on_elsewhere(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    row = export(place, tmp_path / "chat.concordia")
+    assert (row["tokens"], row["position"], row["resumed_records"]) == (43, 43, 0)
+    taken = target.json("import", str(tmp_path / "chat.concordia"))
+    assert (taken["session"], taken["position"], taken["blocks_put"]) == ("chat", 43, 6)
+    assert target.world.restorable(TOKENS) == 43
+    assert target.json("verify")["ok"]
+    assert target.json("sessions", "show", "chat")["durable"] == 43
+    (listed,) = target.json("sessions", "ls")["data"]
+    assert (listed["id"], listed["tokens"], listed["turns"]) == ("chat", 43, 1)
+
+
+def test_export_takes_what_still_waits_in_the_lanes(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS, cuts=[10, 43], drained=False)
+    assert export(place, tmp_path / "f")["position"] == 43
+
+
+def test_importing_twice_changes_nothing(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    target.json("import", str(tmp_path / "f"))
+    assert "already" in target.refused(5, "import", str(tmp_path / "f"))
+    again = target.json("import", str(tmp_path / "f"), "--replace", "--yes")
+    assert (again["blocks_put"], again["blocks_there"]) == (0, 6)
+    other = target.json("import", str(tmp_path / "f"), "--as", "copy")
+    assert other["blocks_put"] == 1, "only its own tail piece: blocks are shared"
+    assert target.json("verify")["ok"]
+
+
+def test_another_model_is_refused_with_a_reason(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    target.session("mine", some_tokens(2 * BLOCK, seed=3))
+    opened = exported.open_exported(tmp_path / "f")
+    rewrite(tmp_path / "f", root=bytes(16), session="chat")
+    said = target.refused(3, "import", str(tmp_path / "f"))
+    assert "fingerprint 000000000000" in said and opened.manifest.root.hex()[:12] in said
+    assert target.json("import", str(tmp_path / "f"), "--any-model")["position"] == 43
+    assert target.world.restorable(TOKENS) == 0, "another fingerprint's state is never found"
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """The same file with another manifest, all checksums right."""
+    import msgspec
+
+    items = [(item.type, bytes(item.payload)) for item in exported.read_items(path)]
+    manifest = msgspec.msgpack.decode(items[0][1], type=exported.Manifest)
+    manifest = msgspec.structs.replace(manifest, **changes)
+    writer = exported.Exporter(path.with_suffix(".new"), manifest)
+    writer.write(0, exported.MANIFEST, msgspec.msgpack.encode(manifest))
+    for index, (kind, payload) in enumerate(items[1:-1], 1):
+        writer.write(index, kind, payload)
+    writer.finish()
+    path.with_suffix(".new").replace(path)
+
+
+def test_dry_run_and_bad_input(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    assert target.json("import", str(tmp_path / "f"), "--dry-run")["dry_run"]
+    assert target.world.restorable(TOKENS) == 0
+    assert "no file" in target.refused(1, "import", str(tmp_path / "none"))
+    (tmp_path / "text").write_text("hello")
+    assert "not an exported session" in target.refused(6, "import", str(tmp_path / "text"))
+    assert "no session" in place.refused(1, "export", "nobody")
+    assert "--yes" in place.refused(5, "export", "chat", "-o", str(tmp_path / "f")), "it would be replaced"
+
+
+def test_verify_and_inspect_take_an_exported_file(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    assert place.json("verify", str(tmp_path / "f"))["kind"] == "export"
+    shown = place.json("inspect", str(tmp_path / "f"))
+    assert [row["type"] for row in shown["records"]] == ["MANIFEST", "TOKENS", *["BLOCK"] * 5, "TAIL", "END"]
+    flip(tmp_path / "f", 200)
+    assert not place.json("verify", str(tmp_path / "f"), code=6)["ok"]
+    assert place.json("inspect", str(tmp_path / "f"), code=6)["problem"]
+
+
+@pytest.fixture(scope="module")
+def sample_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    from tests.tiers.sample import World
+    from tiers.paths import Paths
+
+    directory = tmp_path_factory.mktemp("sample")
+    place = Place(World(Paths.at(directory / "data", directory / "lanes").make()))
+    place.session("chat", TOKENS)
+    export(place, directory / "f")
+    return (directory / "f").read_bytes()
+
+
+def test_every_flipped_byte_is_found(sample_file: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for at in range(len(sample_file)):
+        data = bytearray(sample_file)
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        with pytest.raises((BadFile, OtherFormat)):
+            exported.check_exported(path)
+
+
+def test_every_cut_is_found(sample_file: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for length in range(len(sample_file)):
+        path.write_bytes(sample_file[:length])
+        with pytest.raises((BadFile, OtherFormat)):
+            exported.check_exported(path)
+    path.write_bytes(sample_file + b"\0")
+    with pytest.raises(BadFile):
+        exported.check_exported(path)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_bytes_at_all_crash_the_reader(sample_file: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(sample_file)))
+    path = tmp_path / "f"
+    path.write_bytes(sample_file[:start] + data.draw(st.binary(max_size=200)))
+    with pytest.raises((BadFile, OtherFormat)):
+        exported.check_exported(path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_interrupted_export_goes_on(place: Place, tmp_path: Path, seed: int) -> None:
+    place.session("chat", TOKENS)
+    whole = tmp_path / "whole"
+    export(place, whole)
+    data = whole.read_bytes()
+    cut = random.Random(seed).randrange(1, len(data))
+    part = tmp_path / "again.part"
+    part.write_bytes(data[:cut])
+    row = export(place, tmp_path / "again")
+    exported.check_exported(tmp_path / "again")
+    assert not part.exists()
+    assert row["resumed_records"] >= (cut > 700), (cut, row)
+
+
+def test_an_export_that_was_interrupted_before_the_session_went_on_is_begun_anew(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS[: 2 * BLOCK])
+    export(place, tmp_path / "f")
+    (tmp_path / "f").rename(tmp_path / "f.part")
+    place.record("chat", TOKENS)
+    assert export(place, tmp_path / "f")["resumed_records"] == 0
+    exported.check_exported(tmp_path / "f")
+
+
+def test_an_interrupted_import_goes_on(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    from tiers.offline import offline_drain
+
+    request = {"path": str(tmp_path / "f"), "session": "chat", "namespace": "default"}
+    with offline_drain(target.paths, target.world.settings) as drain, drain._open_store().group() as group:
+        step = exported.import_slice(group, tmp_path / "f", session="chat", namespace="default", limit_bytes=1000)
+    assert not step.done and step.blocks_put, request
+    assert target.json("verify")["ok"], "what is there after the interruption is whole and has a name"
+    taken = target.json("import", str(tmp_path / "f"))
+    assert taken["blocks_there"] == step.blocks_put
+    assert target.world.restorable(TOKENS) == 43
+
+
+def test_a_damaged_block_is_not_exported(place: Place, tmp_path: Path) -> None:
+    from tests.ops.test_recovery import damage_block
+
+    place.session("chat", TOKENS)
+    damage_block(place, 3)
+    assert "repair" in place.refused(6, "export", "chat", "-o", str(tmp_path / "f"))
+    assert not (tmp_path / "f").exists()
+    place.json("repair", "--yes")
+    assert export(place, tmp_path / "f")["position"] == 24
+
+
+# ---------------------------------------------------------------- sessions without a gateway
+
+
+def test_a_session_is_removed_from_the_disk(place: Place) -> None:
+    place.session("chat", TOKENS)
+    place.session("other", some_tokens(3 * BLOCK, seed=2))
+    assert place.json("sessions", "rm", "chat", "--dry-run")["data"][0]["tokens"] == 43
+    assert place.json("sessions", "rm", "chat", "--yes")["data"][0]["forgotten"]
+    assert place.world.restorable(TOKENS) == 0
+    assert [row["id"] for row in place.json("sessions", "ls")["data"]] == ["other"]
+    assert "no session" in place.refused(1, "sessions", "show", "chat")
+    assert place.run("sessions", "park", "other").exit_code == 4, "nothing runs"
+
+
+# ---------------------------------------------------------------- backup and restore
+
+
+def test_a_backup_brings_everything_back(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS, drained=False)
+    place.paths.config.write_text("[host]\nengines = 3\n")
+    place.paths.journal("s1").write_bytes(b"journal")
+    made = place.json("backup", str(tmp_path / "backup"))
+    assert made["files"] == 4
+    assert place.json("verify", str(tmp_path / "backup"))["ok"]
+    put = target.json("restore", str(tmp_path / "backup"))
+    assert put["replaces"] == []
+    assert target.world.restorable(TOKENS) == 43
+    assert target.json("sessions", "show", "chat")["tokens"] == 43
+    assert target.paths.config.read_text() == "[host]\nengines = 3\n"
+    assert target.json("verify", code=6)["findings"][0]["kind"] == "journal", "what was damaged stays as it was"
+
+
+def test_backup_and_restore_never_write_over_anything(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    place.json("backup", str(tmp_path / "backup"))
+    assert "exists already" in place.refused(5, "backup", str(tmp_path / "backup"))
+    target.session("mine", some_tokens(2 * BLOCK, seed=5))
+    assert "--replace" in target.refused(5, "restore", str(tmp_path / "backup"))
+    assert "--yes" in target.refused(5, "restore", str(tmp_path / "backup"), "--replace")
+    assert target.json("restore", str(tmp_path / "backup"), "--replace", "--dry-run")["replaces"] == [
+        "store",
+        "sessions",
+    ]
+    target.json("restore", str(tmp_path / "backup"), "--replace", "--yes")
+    assert (target.paths.data_dir / "replaced-0" / "store" / "data.mdb").exists()
+    assert target.world.restorable(TOKENS) == 43
+
+
+@pytest.mark.parametrize("name", ["store/data.mdb", "sessions/data.mdb", "MANIFEST.json"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_backup_is_found_and_not_restored(
+    place: Place, target: Place, tmp_path: Path, name: str, how: str
+) -> None:
+    place.session("chat", TOKENS)
+    place.json("backup", str(tmp_path / "backup"))
+    path = tmp_path / "backup" / name
+    if how == "flip":
+        flip(path, path.stat().st_size // 2)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    assert place.run("verify", str(tmp_path / "backup"), "--json").exit_code == 6
+    before = sorted(target.paths.data_dir.rglob("data.mdb"))
+    assert target.run("restore", str(tmp_path / "backup")).exit_code == 6
+    assert [path for path in sorted(target.paths.data_dir.rglob("data.mdb")) if ".restore" not in path.parts] == before
+
+
+def test_an_interrupted_restore_goes_on(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    place.json("backup", str(tmp_path / "backup"))
+    half = target.paths.data_dir / ".restore" / "store" / "data.mdb"
+    half.parent.mkdir(parents=True)
+    half.write_bytes((tmp_path / "backup" / "store" / "data.mdb").read_bytes()[:5000])
+    target.json("restore", str(tmp_path / "backup"))
+    assert target.world.restorable(TOKENS) == 43
+    assert not (target.paths.data_dir / ".restore").exists()
+
+
+def test_a_backup_that_was_interrupted_is_no_backup(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    (tmp_path / "backup.part" / "store").mkdir(parents=True)
+    assert place.run("restore", str(tmp_path / "backup.part")).exit_code == 6
+    place.json("backup", str(tmp_path / "backup"))
+    assert not (tmp_path / "backup.part").exists()
+    assert json.loads((tmp_path / "backup" / "MANIFEST.json").read_text())["format"] == "concordia-backup"
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_doctor_measures_this_machine(place: Place) -> None:
+    found = place.json("doctor")
+    checks = {check["name"]: check for check in found["checks"]}
+    assert found["ok"] and "ms for 4 KB" in checks["disk sync"]["found"]
+    assert set(checks) >= {"memlock", "shared memory", "DAX", "disk sync", "CUDA", "kernel"}
+    assert list(place.paths.data_dir.glob(".concordia-doctor*")) == []
+
+
+def test_doctor_says_what_to_change(place: Place) -> None:
+    place.paths.config.write_text("[tiers]\nlane_bytes = '100TiB'\n[engine]\ndevice = 'cuda'\n")
+    said = place.run("doctor")
+    assert said.exit_code == 1
+    assert "lower tiers.lane_bytes" in " ".join(said.stdout.split())
+    assert "shared memory" in said.stderr

@@ -1,0 +1,291 @@
+"""A whole installation's durable files, copied while it serves, and put back: `concordia backup` and `concordia restore`.
+
+A backup is a directory: `store/` and `sessions/` as LMDB copies of one snapshot each (compacted, without free pages), the journals, and
+MANIFEST.json with size and digest of every file and of itself. It has its name only once it is whole. Runs in the command's
+process and only reads the installation. State is a cache of the token lists, so copies of slightly different moments fit together.
+Source: docs/log-format.md, "Backup".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lmdb
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from tiers.errors import BadFile, OtherFormat, StoreFailed
+from tiers.paths import Paths
+
+FORMAT = "concordia-backup"
+VERSION = 1
+MANIFEST = "MANIFEST.json"
+CHUNK_BYTES = 1 << 20
+POLL_S = 0.1
+PARTS = ("store", "sessions", "journal")
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(what: str, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """One file of a backup: path in it, size, xxh3 128-bit digest in hex."""
+
+    path: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackupManifest:
+    """What a backup holds. created: unix time; about: what the installation said of itself."""
+
+    created: int
+    files: list[CopiedFile]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def encoded(self) -> bytes:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**body, "digest": _digest_of(body)}, indent=1).encode()
+
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+# ---------------------------------------------------------------- backup
+
+
+def backup(
+    paths: Paths, target: Path, *, about: dict[str, Any], map_bytes: int, progress: Progress = _silent
+) -> BackupManifest:
+    """Copy everything durable to the new directory `target`. Drain the lanes before, to have what they hold.
+
+    Raises StoreFailed (a database can't be copied), OSError (the target: full, or not writable), FileExistsError (it is there already)
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already")
+    draft = target.with_name(target.name + ".part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    for name, source in (("store", paths.store), ("sessions", paths.sessions)):
+        if (source / "data.mdb").exists():
+            (draft / name).mkdir(mode=0o700)
+            copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name))
+    _copy_journals(paths, draft, progress)
+    if paths.config.exists():
+        shutil.copyfile(paths.config, draft / paths.config.name)
+    files = [_described(draft, path) for path in _files(draft)]
+    manifest = BackupManifest(int(time.time()), files, about)
+    _write_synced(draft / MANIFEST, manifest.encoded())
+    _sync_tree(draft)
+    draft.rename(target)
+    _sync_directory(target.parent)
+    return manifest
+
+
+def copy_lmdb(
+    source: Path, target: Path, *, map_bytes: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Copy the LMDB in `source` into the empty directory `target`, of one snapshot, beside its writer. Raises StoreFailed.
+
+    The snapshot keeps the pages that it sees for as long as the copy takes; the writer uses fresh ones meanwhile.
+    """
+    failed: list[lmdb.Error] = []
+    try:
+        environment = lmdb.open(str(source), map_size=map_bytes, readonly=True, create=False, max_dbs=32)
+    except lmdb.Error as error:
+        raise StoreFailed("a database can't be opened", where=str(source), cause=str(error)) from error
+    used = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+
+    def work() -> None:
+        try:
+            environment.copy(str(target), compact=True)
+        except lmdb.Error as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="backup-copy")
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(POLL_S)
+            copied = target / "data.mdb"
+            progress(min(copied.stat().st_size if copied.exists() else 0, used), used)
+    finally:
+        thread.join()
+        environment.close()
+    if failed:
+        raise StoreFailed("a database can't be copied", where=str(source), cause=str(failed[0])) from failed[0]
+    (target / "lock.mdb").unlink(missing_ok=True)
+
+
+def _copy_journals(paths: Paths, draft: Path, progress: Progress) -> None:
+    """Journals only grow, and a torn end is dropped when they are read; one that is retired meanwhile isn't needed."""
+    (draft / "journal").mkdir(mode=0o700)
+    found = sorted(paths.journal_dir.glob("*.journal")) if paths.journal_dir.exists() else []
+    for done, journal in enumerate(found):
+        try:
+            shutil.copyfile(journal, draft / "journal" / journal.name)
+        except FileNotFoundError:
+            continue
+        progress("journal", done + 1, len(found))
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return iter(sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST))
+
+
+def _described(root: Path, path: Path) -> CopiedFile:
+    return CopiedFile(str(path.relative_to(root)), path.stat().st_size, _digest(path))
+
+
+def _digest(path: Path, tell: Callable[[int], None] = lambda count: None) -> str:
+    hasher = xxh3_128()
+    with open(path, "rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            hasher.update(data)
+            tell(len(data))
+    return hasher.hexdigest()
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# ---------------------------------------------------------------- check and restore
+
+
+def read_manifest(source: Path) -> BackupManifest:
+    """The manifest of a backup. Raises BadFile, OtherFormat."""
+    try:
+        body = json.loads((source / MANIFEST).read_bytes())
+        digest = body.pop("digest")
+        if body.pop("format") != FORMAT or not isinstance(body["version"], int):
+            raise ValueError("not a backup")
+        version = body.pop("version")
+        whole = digest == _digest_of({"format": FORMAT, "version": version, **body})
+        if version != VERSION:
+            raise OtherFormat(f"a backup of version {version}, this is {VERSION}", where=str(source))
+        manifest = BackupManifest(body["created"], [CopiedFile(**file) for file in body["files"]], body["about"])
+    except FileNotFoundError as error:
+        raise BadFile(
+            f"there is no {MANIFEST}: not a backup, or one that was never finished", where=str(source)
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFile("a backup's manifest can't be read", where=str(source), cause=str(error)) from error
+    if not whole or any(Path(file.path).is_absolute() or ".." in Path(file.path).parts for file in manifest.files):
+        raise BadFile("a backup's manifest is damaged", where=str(source))
+    return manifest
+
+
+def check_backup(source: Path, progress: Progress = _silent) -> tuple[BackupManifest, list[str]]:
+    """Read every byte of a backup; its manifest, and what is wrong, one line a file. Raises BadFile (the manifest itself)."""
+    manifest = read_manifest(source)
+    wrong, done = [], 0
+    for file in manifest.files:
+        path = source / file.path
+        if not path.exists():
+            wrong.append(f"{file.path} is missing")
+        elif path.stat().st_size != file.bytes:
+            wrong.append(f"{file.path} has {path.stat().st_size} bytes, not {file.bytes}")
+        elif _digest(path) != file.digest:
+            wrong.append(f"{file.path} is damaged")
+        done += file.bytes
+        progress("check", done, manifest.total_bytes)
+    known = {file.path for file in manifest.files}
+    wrong += [
+        f"{path.relative_to(source)} is not in the manifest"
+        for path in _files(source)
+        if str(path.relative_to(source)) not in known
+    ]
+    return manifest, wrong
+
+
+def occupied(paths: Paths) -> list[str]:
+    """Parts of the data directory that a restore would replace."""
+    return [name for name in PARTS if _holds_data(paths.data_dir / name)]
+
+
+def _holds_data(directory: Path) -> bool:
+    """Whether there is any file but the lock that the command itself holds."""
+    return any(path.is_file() and path.name != "keeper.lock" for path in directory.rglob("*"))
+
+
+def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> BackupManifest:
+    """Put a backup into a data directory that nobody serves. Raises BadFile, OSError.
+
+    Files are copied beside their place, verified as they are written, and moved in at the end; what was there before is moved to
+    DATA/replaced-N. Interrupted, run it again: what was copied whole is kept.
+    """
+    manifest = read_manifest(source)
+    draft = paths.data_dir / ".restore"
+    draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+    done = 0
+    for file in manifest.files:
+        _restore_file(source / file.path, draft / file.path, file)
+        done += file.bytes
+        progress("restore", done, manifest.total_bytes)
+    _sync_tree(draft)
+    replaced = next(path for n in range(1 << 20) if not (path := paths.data_dir / f"replaced-{n}").exists())
+    for name in PARTS:
+        (draft / name).mkdir(mode=0o700, exist_ok=True)
+        target = paths.data_dir / name
+        if target.exists():
+            replaced.mkdir(mode=0o700, exist_ok=True)
+            target.rename(replaced / name)
+        (draft / name).rename(target)
+    if replaced.exists() and not _holds_data(replaced):
+        shutil.rmtree(replaced)
+    if (draft / paths.config.name).exists() and not paths.config.exists():
+        (draft / paths.config.name).rename(paths.config)
+    shutil.rmtree(draft)
+    _sync_directory(paths.data_dir)
+    return manifest
+
+
+def _restore_file(source: Path, target: Path, file: CopiedFile) -> None:
+    if target.exists() and target.stat().st_size == file.bytes and _digest(target) == file.digest:
+        return
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hasher = xxh3_128()
+    try:
+        with open(source, "rb") as reader, open(target, "wb") as writer:
+            while data := reader.read(CHUNK_BYTES):
+                hasher.update(data)
+                writer.write(data)
+    except FileNotFoundError as error:
+        raise BadFile(f"{file.path} is missing", where=str(source)) from error
+    os.chmod(target, 0o600)
+    if hasher.hexdigest() != file.digest:
+        target.unlink()
+        raise BadFile(f"{file.path} is damaged", where=str(source))

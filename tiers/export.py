@@ -1,0 +1,527 @@
+"""One session in one file: `concordia export` and `concordia import`. Reads the store beside a running keeper; imports inside the keeper.
+
+A file is a magic word and records, each with its index and a checksum over header and payload; the last one holds a digest of all of them.
+So any flipped byte is found, and any cut. Blocks are named anew from the tokens when they are read, so they can't be passed off as
+another prefix's. An interrupted export or import goes on where it stopped. Source: docs/log-format.md, "Exported session".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64, xxh3_128
+
+from tiers.errors import BadFile, OtherFormat
+from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
+from tiers.store import Group, RootInfo, StoreReader, View
+from tiers.track import PointPlace, Sealed, Track
+
+MAGIC = b"CONCEXP1"
+RECORD_MAGIC = b"CXRC"
+RECORD_VERSION = 1
+# magic, version, type, index, payload bytes, checksum of the fields before it and the payload
+HEADER = struct.Struct("<4sHHQQQ")
+CHECKED_HEADER_BYTES = HEADER.size - 8
+MANIFEST, TOKENS, BLOCK, TAIL, POINT, END = 1, 2, 3, 4, 5, 6
+NAMES = {1: "MANIFEST", 2: "TOKENS", 3: "BLOCK", 4: "TAIL", 5: "POINT", 6: "END"}
+# token_start, token_count, mask of the groups in the frame, kind of a rollback point; then the frame, or the point's state
+STATE = struct.Struct("<IIII")
+PAYLOAD_LIMIT_BYTES = 1 << 32
+BATCH = 16
+PERSON = b"concordia-import"
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First record: what the file is.
+
+    root         fingerprint of everything that the numbers depend on: state of another one is refused
+    layout       groups of a frame, as in Layout.entries; state_bytes: of one rollback point
+    token_count  length of the session's token list; position: how much of it has its state in the file
+    block_count  whole blocks in the file; point_count: rollback points
+    about        what the gateway knows of the session, and of the model that it was made with
+    """
+
+    session: str
+    namespace: str
+    root: bytes
+    layout: list[tuple[int, ...]]
+    state_bytes: int
+    block_tokens: int
+    token_count: int
+    position: int
+    block_count: int
+    point_count: int
+    created: int
+    about: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> Layout:
+        return Layout.from_entries(self.layout, self.state_bytes)
+
+
+class EndRecord(msgspec.Struct, frozen=True):
+    """Last record: how many there are before it, and the digest of their checksums."""
+
+    record_count: int
+    digest: bytes
+
+
+class Item(NamedTuple):
+    """A record that was read and verified. offset_after: where the next one begins."""
+
+    type: int
+    payload: memoryview
+    checksum: bytes
+    offset_after: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+# ---------------------------------------------------------------- what to export
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest stored prefix of a token list under one fingerprint: whole blocks, pieces of a tail, rollback points within."""
+
+    root: RootId
+    info: RootInfo
+    chain: list[BlockId]
+    tail_keys: list[tuple[bytes, int]]  # key, tokens of it that count
+    points: list[tuple[int, int, PointId]]  # position, kind, id
+
+    @property
+    def block_count(self) -> int:
+        return len(self.chain) - 1
+
+    @property
+    def position(self) -> int:
+        return self.block_count * self.info.block_tokens + sum(count for _, count in self.tail_keys)
+
+
+def find_stored(store: StoreReader, namespace: str, tokens: np.ndarray, root: RootId | None = None) -> Found | None:
+    """What is stored of a token list: under `root`, or else under the fingerprint that has most of it; None if nothing is."""
+    best: Found | None = None
+    with store.snapshot() as view:
+        for key, _ in view.scan("roots"):
+            if root is None or key == root:
+                found = _find(view, RootId(key), namespace, tokens)
+                if found is not None and found.position and (best is None or found.position > best.position):
+                    best = found
+    return best
+
+
+def _find(view: View, root: RootId, namespace: str, tokens: np.ndarray) -> Found | None:
+    info = view.root(root)
+    if info is None:
+        return None
+    packed = np.ascontiguousarray(tokens, "<i4").tobytes()
+    size = 4 * info.block_tokens
+    ids = block_chain(root, namespace, tokens, info.block_tokens)
+    count = 0
+    while count + 1 < len(ids) and view.node(ids[count + 1]) is not None:
+        count += 1
+    tail_keys = _tail_keys(view, ids[count], packed[count * size : (count + 1) * size])
+    position = count * info.block_tokens + sum(taken for _, taken in tail_keys)
+    points = list(_points(view, ids[: count + 1], packed[: 4 * position], size))
+    return Found(root, info, ids[: count + 1], tail_keys, points)
+
+
+def _points(view: View, ids: list[BlockId], packed: bytes, size: int) -> Iterator[tuple[int, int, PointId]]:
+    """Rollback points that stand within the stored tokens `packed`, `size` bytes of them a block."""
+    for number, parent in enumerate(ids):
+        rest = packed[number * size : (number + 1) * size]
+        for key, entry in view.points(parent):
+            count = int.from_bytes(key[16:20], "big")
+            point = point_id(parent, rest[: 4 * count])
+            if 4 * count <= len(rest) and point == key[20:]:
+                yield number * size // 4 + count, entry.kind, point
+
+
+def _tail_keys(view: View, parent: BlockId, rest: bytes) -> list[tuple[bytes, int]]:
+    """Pieces of one unfinished block after `parent` that agree with `rest` for longest."""
+    by_sequence: dict[bytes, list[tuple[bytes, int]]] = {}
+    at: dict[bytes, int] = {}
+    for piece in view.tails(parent):
+        pieces, start = by_sequence.setdefault(piece.sequence, []), at.setdefault(piece.sequence, 0)
+        expected = rest[4 * start : 4 * start + len(piece.tokens)]
+        if not piece.tokens or (pieces and start == 0) or (not pieces and start):
+            continue
+        same = 0
+        while 4 * same < len(expected) and piece.tokens[4 * same : 4 * same + 4] == expected[4 * same : 4 * same + 4]:
+            same += 1
+        if same:
+            pieces.append((piece.key, same))
+        at[piece.sequence] = start + same if same == len(piece.tokens) // 4 else 0
+    return max(by_sequence.values(), key=lambda pieces: sum(count for _, count in pieces), default=[])
+
+
+# ---------------------------------------------------------------- write
+
+
+class Exporter:
+    """Writes PATH.part, then renames it. A PATH.part of the same manifest is continued after its last whole record."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.part = path.with_name(path.name + ".part")
+        self.manifest = manifest
+        self.resumed_records = 0
+        self._digest = xxh3_128()
+        self._index = 0
+        self._file = self._open()
+
+    def _open(self) -> BinaryIO:
+        whole = len(MAGIC)
+        kept: list[bytes] = []
+        with contextlib.suppress(FileNotFoundError, BadFile, OtherFormat):
+            for item in read_items(self.part, whole_file=False):
+                if item.type == END or (item.type == MANIFEST and not self._same(item.payload)):
+                    break
+                kept.append(item.checksum)
+                whole = item.offset_after
+        if kept:
+            self.resumed_records = len(kept)
+        file = open(os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+        file.truncate(whole if kept else 0)
+        file.seek(0)
+        file.write(MAGIC)
+        file.seek(whole)
+        for checksum in kept:
+            self._digest.update(checksum)
+        self._index = len(kept)
+        return file
+
+    def _same(self, payload: memoryview) -> bool:
+        """Everything but when it was begun."""
+        found = msgspec.msgpack.decode(payload, type=Manifest)
+        return msgspec.structs.replace(found, created=self.manifest.created) == self.manifest
+
+    def write(self, index: int, kind: int, *parts: Any) -> None:
+        """Put record `index`, unless an interrupted export has it already."""
+        if index < self._index:
+            return
+        assert index == self._index, "records are written in order"
+        checksum = write_record(self._file, kind, index, *parts)
+        self._digest.update(checksum)
+        self._index += 1
+
+    def has(self, index: int) -> bool:
+        """Whether record `index` is in the file already."""
+        return index < self._index
+
+    def finish(self) -> int:
+        """Write the end, sync, rename; bytes of the file."""
+        end = EndRecord(self._index, self._digest.digest())
+        write_record(self._file, END, self._index, _encode(end))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        self.part.replace(self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        return size
+
+    def abandon(self) -> None:
+        """Close what was written so far; the next export goes on from there."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_record(file: BinaryIO, kind: int, index: int, *parts: Any) -> bytes:
+    """Append one record and return its checksum's bytes."""
+    size = sum(len(memoryview(part).cast("B")) for part in parts)
+    head = HEADER.pack(RECORD_MAGIC, RECORD_VERSION, kind, index, size, 0)[:CHECKED_HEADER_BYTES]
+    hasher = xxh3_64(head)
+    for part in parts:
+        hasher.update(part)
+    checksum = hasher.intdigest().to_bytes(8, "little")
+    file.write(head + checksum)
+    for part in parts:
+        file.write(part)
+    return checksum
+
+
+def export_session(
+    store: StoreReader,
+    path: Path,
+    found: Found,
+    manifest: Manifest,
+    tokens: np.ndarray,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[int, int]:
+    """Write one session to `path`; (bytes of the file, records that an interrupted export had written already).
+
+    Raises BadBlock (a stored block is damaged: repair first), OSError
+    """  # fmt: skip
+    exporter = Exporter(path, manifest)
+    total = found.block_count + 1
+    try:
+        exporter.write(0, MANIFEST, _encode(manifest))
+        exporter.write(1, TOKENS, np.ascontiguousarray(tokens, "<i4").tobytes())
+        for first in range(0, found.block_count, BATCH):
+            with store.snapshot() as view:
+                for number in range(first, min(first + BATCH, found.block_count)):
+                    if not exporter.has(2 + number):
+                        _write_block(exporter, view, found, number)
+            progress(min(first + BATCH, found.block_count), total)
+        with store.snapshot() as view:
+            index = 2 + found.block_count + _write_tail(exporter, view, found)
+        for number, (position, kind, point) in enumerate(found.points, index):
+            if not exporter.has(number):
+                with store.snapshot() as view:
+                    exporter.write(number, POINT, STATE.pack(position, 0, 0, kind), view.point(point).frame.data)
+        size = exporter.finish()
+        progress(total, total)
+    except BaseException:
+        exporter.abandon()
+        raise
+    return size, exporter.resumed_records
+
+
+def _write_block(exporter: Exporter, view: View, found: Found, number: int) -> None:
+    value = view.block(found.chain[number + 1])
+    start = number * found.info.block_tokens
+    exporter.write(2 + number, BLOCK, STATE.pack(start, value.token_count, value.groups, 0), value.frame.data)
+
+
+def _write_tail(exporter: Exporter, view: View, found: Found) -> int:
+    """Records written: one, or none if there is no tail."""
+    count = sum(taken for _, taken in found.tail_keys)
+    if not count:
+        return 0
+    layout = exporter.manifest.shape
+    frames: list[tuple[Any, int, int, int]] = []
+    for key, taken in found.tail_keys:
+        value = view.tail(key)
+        frames.append((value.frame, value.token_count, 0, taken))
+    frame = np.empty(layout.frame_bytes(count), np.uint8)
+    layout.join(frames, frame)
+    start = found.block_count * found.info.block_tokens
+    exporter.write(2 + found.block_count, TAIL, STATE.pack(start, count, ALL_GROUPS, 0), frame.data)
+    return 1
+
+
+# ---------------------------------------------------------------- read
+
+
+def read_items(path: Path, *, offset: int = 0, index: int = 0, whole_file: bool = True) -> Iterator[Item]:
+    """Records of a file from `offset` (0: its beginning) on, each verified. Raises BadFile, OtherFormat, FileNotFoundError.
+
+    whole_file  the file must end with its END record, and nothing after it; otherwise a torn record just ends the reading
+    """
+    digest = xxh3_128()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if file.read(len(MAGIC)) != MAGIC:
+            raise OtherFormat("not an exported session of this version", where=str(path))
+        at = offset or len(MAGIC)
+        file.seek(at)
+        last = 0
+        while at < size:
+            try:
+                item = _read_item(file, at, size, index, str(path))
+            except BadFile:
+                if whole_file:
+                    raise
+                return
+            if whole_file and not offset:
+                _check_end(item, index, digest, str(path))
+            yield item
+            digest.update(item.checksum)
+            at, last, index = item.offset_after, item.type, index + 1
+            if last == END:
+                break
+    if whole_file and (last != END or at != size):
+        cause = "it goes on after its end" if last == END else "it was cut"
+        raise BadFile("an exported file isn't whole", where=f"{path} at byte {at}", cause=cause)
+
+
+def _read_item(file: BinaryIO, at: int, size: int, index: int, path: str) -> Item:
+    where = f"{path} at byte {at}"
+    head = file.read(HEADER.size)
+    if len(head) < HEADER.size:
+        raise BadFile("a record is cut", where=where)
+    magic, version, kind, found, length, checksum = HEADER.unpack(head)
+    if magic != RECORD_MAGIC or found != index or at + HEADER.size + length > size or length > PAYLOAD_LIMIT_BYTES:
+        raise BadFile("a record's header is damaged or the file is cut", where=where)
+    payload = file.read(length)
+    hasher = xxh3_64(head[:CHECKED_HEADER_BYTES])
+    hasher.update(payload)
+    if len(payload) < length or hasher.intdigest() != checksum:
+        raise BadFile("a record's checksum is wrong", where=where)
+    if version != RECORD_VERSION:
+        raise OtherFormat(f"a record of version {version}", where=where)
+    return Item(kind, memoryview(payload), head[CHECKED_HEADER_BYTES:], at + HEADER.size + length)
+
+
+def _check_end(item: Item, index: int, digest: xxh3_128, path: str) -> None:
+    if item.type == END:
+        end = _decode(item.payload, EndRecord, path)
+        if end.record_count != index or end.digest != digest.digest():
+            raise BadFile("an exported file's digest is wrong", where=path)
+
+
+def _decode(payload: memoryview, kind: type[Any], path: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadFile("a record can't be read", where=path, cause=str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Beginning of an exported file: manifest and tokens (packed), and where its state begins."""
+
+    manifest: Manifest
+    tokens: bytes
+    offset: int
+    digest: bytes
+
+
+def open_exported(path: Path) -> Opened:
+    """Read manifest and tokens. Raises BadFile, OtherFormat, FileNotFoundError."""
+    items = read_items(path)
+    try:
+        first, second = next(items), next(items)
+    except StopIteration as error:
+        raise BadFile("an exported file isn't whole", where=str(path), cause="it was cut") from error
+    if (first.type, second.type) != (MANIFEST, TOKENS):
+        raise BadFile("an exported file doesn't begin with its manifest and tokens", where=str(path))
+    manifest = _decode(first.payload, Manifest, str(path))
+    if len(second.payload) != 4 * manifest.token_count:
+        raise BadFile("the token list hasn't the length that the manifest says", where=str(path))
+    return Opened(manifest, bytes(second.payload), second.offset_after, first.checksum)
+
+
+def check_exported(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Opened:
+    """Read the whole file, every checksum. Raises BadFile, OtherFormat, FileNotFoundError."""
+    opened = open_exported(path)
+    size, position, points = path.stat().st_size, 0, 0
+    for item in read_items(path):
+        if item.type in (BLOCK, TAIL):
+            start, count, groups, _ = STATE.unpack_from(item.payload)
+            expected = opened.manifest.shape.frame_bytes(count, groups)
+            if start != position or len(item.payload) - STATE.size != expected:
+                raise BadFile("state of another range than the manifest says", where=str(path))
+            position += count
+        points += item.type == POINT
+        progress(item.offset_after, size)
+    if (position, points) != (opened.manifest.position, opened.manifest.point_count):
+        raise BadFile("less state than the manifest says", where=str(path), cause=f"{position} tokens")
+    return opened
+
+
+# ---------------------------------------------------------------- import
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """What one group commit of an import did. offset and index: where the next one goes on; done: the end was reached."""
+
+    offset: int
+    index: int
+    done: bool
+    blocks_put: int
+    blocks_there: int
+
+
+def import_sequence(opened: Opened, session: str, namespace: str) -> SequenceId:
+    """The sequence that an imported session is stored under: the same each time, so that doing it again changes nothing."""
+    name = opened.digest + session.encode() + b"\0" + namespace.encode() + opened.tokens
+    return SequenceId(hashlib.blake2b(name, digest_size=16, person=PERSON).digest())
+
+
+def import_slice(
+    group: Group,
+    path: Path,
+    *,
+    session: str,
+    namespace: str,
+    offset: int = 0,
+    index: int = 0,
+    limit_bytes: int = 8 << 20,
+) -> Slice:
+    """Put the next state of an exported file into a group commit, about `limit_bytes` of it. Raises BadFile, OtherFormat.
+
+    The sequence's record moves on with each slice, so that nothing that was put is ever without a name.
+    """
+    opened = open_exported(path)
+    m = opened.manifest
+    group.put_root(m.root, RootInfo(m.layout, m.block_tokens, m.state_bytes))
+    group.put_tenant(RootId(m.root), namespace)
+    sequence = import_sequence(opened, session, namespace)
+    ids = block_chain(RootId(m.root), namespace, np.frombuffer(opened.tokens, "<i4"), m.block_tokens)
+    if not offset:
+        offset, index = opened.offset, 2
+    size, put, there, done = 0, 0, 0, False
+    for item in read_items(path, offset=offset, index=index):
+        if item.type == END:
+            done = True
+            break
+        if size and size + len(item.payload) > limit_bytes:
+            break
+        if item.type in (BLOCK, TAIL):
+            fresh = _put_state(group, opened, session, namespace, sequence, ids, item)
+            put, there = put + fresh, there + (not fresh)
+        elif item.type == POINT:
+            _put_point(group, opened, namespace, ids, item)
+        size += len(item.payload)
+        offset, index = item.offset_after, index + 1
+    return Slice(offset, index, done, put, there)
+
+
+def _put_state(
+    group: Group, opened: Opened, session: str, namespace: str, sequence: SequenceId, ids: list[BlockId], item: Item
+) -> bool:
+    """Put a block or a tail, and move the sequence's record on; whether it was not there."""
+    m = opened.manifest
+    start, count, groups, _ = STATE.unpack_from(item.payload)
+    whole = start // m.block_tokens
+    if start % m.block_tokens or start + count > m.token_count or (item.type == BLOCK) != (count == m.block_tokens):
+        raise BadFile("a record's token range makes no sense", where=f"record at [{start}, {start + count})")
+    tokens = opened.tokens[4 * start : 4 * (start + count)]
+    layout = m.shape
+    if len(item.payload) - STATE.size != layout.frame_bytes(count, groups):
+        raise BadFile("a frame doesn't have its layout's size", where=f"record at [{start}, {start + count})")
+    stream = f"import-{sequence.hex()}"
+    track = Track(RootId(m.root), layout, m.block_tokens, namespace, session, stream, 1, ids[whole], start, start, True)
+    if item.type == BLOCK:
+        fresh = not group.good_block(ids[whole + 1])
+        if fresh:
+            frame = np.frombuffer(item.payload[STATE.size :], np.uint8)
+            group.put_frame(track, Sealed(ids[whole + 1], ids[whole], start, tokens, []), frame, groups)
+        track.parent, track.block_start = ids[whole + 1], start + count
+    else:
+        fresh = not group.tails(ids[whole], sequence)
+        if fresh:
+            group.frame_buffer(count, layout)[:] = np.frombuffer(item.payload[STATE.size :], np.uint8)
+            group.put_tail(track, sequence, start, tokens)
+    track.position = start + count
+    group.put_progress(sequence, track)
+    return fresh
+
+
+def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId], item: Item) -> None:
+    m = opened.manifest
+    position, _, _, kind = STATE.unpack_from(item.payload)
+    whole = position // m.block_tokens
+    if position > m.token_count or whole >= len(ids) or len(item.payload) - STATE.size != m.state_bytes:
+        raise BadFile("a rollback point makes no sense", where=f"record at {position}")
+    start = whole * m.block_tokens
+    tokens = opened.tokens[4 * start : 4 * position]
+    place = PointPlace(point_id(ids[whole], tokens), ids[whole], start, tokens)
+    if not group.has_point(place):
+        track = Track(RootId(m.root), m.shape, m.block_tokens, namespace, "", "", 1, ids[whole], start, start, True)
+        group.put_point(track, place, kind, np.frombuffer(item.payload[STATE.size :], np.uint8))

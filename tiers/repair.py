@@ -1,0 +1,185 @@
+"""Taking damage out of the store: what fails its checksum is kept aside as `.broken` and dropped, sequences end before the hole.
+
+By the keeper on request, or by a command while no keeper runs (`tiers/offline.py`); one group commit, so a crash in the middle
+leaves the store as it was. Dropped state costs computing it again, nothing else. Damaged records of a lane are only copied aside:
+the drain passes over them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from tiers.errors import BadBlock, BadRecord
+from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
+from tiers.layout import BlockId, PointId, SequenceId, chain_root
+from tiers.store import Group, Progress, View
+from tiers.verify import stored_parents
+
+ASIDE = "broken"  # directory in DATA/store
+
+
+class Damaged(NamedTuple):
+    """What to drop: kind `block` (16-byte id), `tail` (36-byte key) or `point` (36-byte key)."""
+
+    kind: str
+    key: bytes
+
+
+class Recompute(NamedTuple):
+    """Tokens of a stream whose state is dropped, or can't be reached any more, and is computed again when it is needed."""
+
+    session: str
+    stream: str
+    token_start: int
+    token_end: int
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What was done. `kept_aside`: files with the damaged bytes; `live`: sequences that are still written and were left as they are."""
+
+    dropped: int = 0
+    kept_aside: list[str] = field(default_factory=list)
+    recompute: list[Recompute] = field(default_factory=list)
+    live: int = 0
+
+
+def repair_store(
+    group: Group, damaged: Iterable[Damaged], aside: Path, *, live: frozenset[SequenceId] = frozenset()
+) -> Repaired:
+    """Drop what is really damaged of `damaged`, and end the sequences that lean on what isn't stored before the hole.
+
+    aside  directory for the damaged bytes, one file each, on the disk before anything is dropped
+    live   sequences that an engine still writes: their records stay, a later repair ends them
+    """
+    done = Repaired()
+    parents = stored_parents(group)
+    dropped: set[BlockId] = set()
+    for kind, key in damaged:
+        if not _is_bad(group, kind, key):
+            continue
+        raw = group.raw("states", key[-16:]) if kind == "point" else group.raw(f"{kind}s", key)
+        if raw is not None:
+            done.kept_aside.append(keep_aside(aside, f"{kind}-{key.hex()}", bytes(raw)))
+        if kind == "block":
+            block = BlockId(key)
+            group.delete_block(parents.get(block, BlockId(bytes(16))), _child_tokens(group, parents, block), block)
+            dropped.add(block)
+        elif kind == "point":
+            group.delete_point(key)
+        else:
+            group.delete_tail(key)
+        done.dropped += 1
+    for key, progress in [(SequenceId(key), group.decode_progress(raw)) for key, raw in group.scan("sequences")]:
+        _end_before_hole(group, key, progress, parents, dropped, key in live, done)
+    return done
+
+
+def _child_tokens(view: View, parents: dict[BlockId, BlockId], block: BlockId) -> bytes:
+    """The block's tokens, from its place among its parent's children: its own value can't be trusted."""
+    parent = parents.get(block, BlockId(b""))
+    for key, value in view.scan("children", parent) if parent else ():
+        if key[:16] != parent:
+            break
+        if key[-16:] == block:
+            return bytes(value)
+    return b""
+
+
+def _is_bad(view: View, kind: str, key: bytes) -> bool:
+    """Looked at again: it may have been written anew since it was found."""
+    try:
+        if kind == "block":
+            view.block(BlockId(key))
+        elif kind == "point":
+            view.point(PointId(key[-16:]))
+        else:
+            view.tail(key)
+    except BadBlock:
+        return True
+    return False
+
+
+def keep_aside(directory: Path, name: str, data: bytes) -> str:
+    """Write damaged bytes into `directory`, synced, and return the file's path."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / f"{name[:200]}.broken"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return str(path)
+
+
+def _end_before_hole(
+    group: Group, sequence: SequenceId, p: Progress, parents: dict[BlockId, BlockId], dropped: set[BlockId],
+    is_live: bool, done: Repaired,
+) -> None:  # fmt: skip
+    ended = _before_hole(group, p, parents, dropped)
+    if ended is None:
+        ended = _before_tail_hole(group, sequence, p)
+    if ended is None or ended.position >= p.position:
+        return
+    done.recompute.append(Recompute(p.session, p.stream, ended.position, p.position))
+    if is_live:
+        done.live += 1
+    elif ended.position == 0:
+        group.delete_sequence(sequence)
+    else:
+        group.replace_progress(sequence, ended)
+
+
+def _before_hole(view: View, p: Progress, parents: dict[BlockId, BlockId], dropped: set[BlockId]) -> Progress | None:
+    """The sequence up to its first block that isn't stored; None if all are."""
+    info = view.root(p.root)
+    size = info.block_tokens if info is not None else 0
+    block, end, hole = BlockId(p.parent), p.block_start, BlockId(b"")
+    hole_start = -1
+    while size and end > 0:
+        if block in dropped or block not in parents:
+            hole, hole_start = block, end - size
+        if block not in parents:
+            hole_start = 0  # what came before it can't be known from here
+            break
+        block, end = parents[block], end - size
+    if hole_start < 0:
+        return None
+    parent = parents[hole] if hole_start else chain_root(p.root, p.namespace)  # type: ignore[arg-type]
+    return msgspec.structs.replace(p, parent=parent, block_start=hole_start, position=hole_start, closed=True)
+
+
+def _before_tail_hole(view: View, sequence: SequenceId, p: Progress) -> Progress | None:
+    """The sequence up to the first missing piece of its unfinished block; None if none is missing."""
+    track = view.load_track(sequence)
+    if track is None or track.position >= p.position:
+        return None
+    return msgspec.structs.replace(p, position=track.position, closed=True)
+
+
+# ---------------------------------------------------------------- lanes
+
+
+def damaged_records(lane: LaneReader) -> list[tuple[RecordHeader, bytes]]:
+    """Damaged records that wait in a lane, each with its bytes: the entry, then the payload as far as it can be found."""
+    found = []
+    for header in lane.records(lane.tail):
+        if header.type == RecordType.BAD:
+            found.append((header, _entry(lane, header.number)))
+            continue
+        try:
+            lane.payload(header)
+        except BadRecord:
+            found.append((header, _entry(lane, header.number) + lane.payload(header, verify=False).tobytes()))
+    return found
+
+
+def _entry(lane: LaneReader, number: int) -> bytes:
+    with open(lane.path, "rb") as file:
+        file.seek(DIRECTORY_OFFSET + (number % lane.record_count) * ENTRY_BYTES)
+        return file.read(ENTRY_BYTES)
