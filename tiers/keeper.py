@@ -1,7 +1,7 @@
 """The keeper: moves records from all lanes into the store, in group commits. Stage *drain*; one process, one thread, no torch.
 
 Every record is verified before it is stored, so bytes that went bad in a lane can't become a block with a good checksum. A
-lane's tail moves only after the commit that holds its records, and taking a record twice changes nothing: killed
+lane's tail moves only after its records are committed and synced, and taking a record twice changes nothing: killed
 at any instruction, the next keeper goes on. A full disk or map costs durability, never the process: records wait in the lanes.
 Source: docs/log-format.md
 """
@@ -50,6 +50,7 @@ REQUEST_LIMIT_BYTES = 8 << 20
 SUPERSEDED_SCAN_LIMIT = 256
 LOCK_WAIT_S = 5.0
 READER_CHECK_S = 5.0
+SYNC_AT_SHARE = 0.5
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class Drain:
         self._tracks: dict[SequenceId, Track] = {}
         self._dirty: dict[SequenceId, Track] = {}
         self._reported: set[SequenceId] = set()
+        self._taken: dict[int, int] = {}  # by lane id: first record that isn't committed; the tail follows after a sync
         self._retry_at = 0.0
         self._synced_at = time.monotonic()
         self._checked_at = time.monotonic()
@@ -114,28 +116,42 @@ class Drain:
             if isinstance(error, StoreFailed):
                 self._fail(error)
             raise
-        failpoints.reach("drain.free.before")
-        for lane, number in batch.tails:
-            lane.advance_tail(number)
-        failpoints.reach("drain.free.after")
+        self._taken.update({lane.lane_id: number for lane, number in batch.tails})
         self._committed(batch, group.put_bytes, started)
+        if self._settings.durability == "process":
+            self._free()
+        elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane, _ in batch.tails):
+            self.sync()  # the lanes need the room sooner than the interval ends
         return len(batch.records) >= GROUP_RECORDS or group.put_bytes >= GROUP_BYTES
+
+    def _next(self, lane: LaneReader) -> int:
+        """First record of a lane that isn't committed."""
+        return max(lane.tail, self._taken.get(lane.lane_id, 0))
+
+    def _free(self) -> None:
+        """Let the lanes' tails follow what is committed and, unless durability is `process`, on the disk."""
+        failpoints.reach("drain.free.before")
+        for lane in self._lanes:
+            lane.advance_tail(self._next(lane))
+        self._taken.clear()
+        failpoints.reach("drain.free.after")
 
     def _choose(self, lanes: list[LaneReader]) -> Batch:
         """Records for one group, an equal share of its bytes for each lane that has some."""
         batch = Batch()
         share = GROUP_BYTES // max(1, len(lanes))
         for lane in lanes:
-            tail, size = lane.tail, 0
+            first = tail = self._next(lane)
+            size = 0
             for header in lane.records(tail, GROUP_RECORDS):
                 if size and size + header.payload_bytes > share:
                     break
                 batch.records.append((lane, header))
                 size += header.payload_bytes
                 tail = header.number + 1
-            if tail > lane.tail:
+            if tail > first:
                 batch.tails.append((lane, tail))
-            elif "~" in lane.name:
+            elif "~" in lane.name and lane.tail == first:
                 self._remove_drained(lane)
         return batch
 
@@ -158,7 +174,12 @@ class Drain:
         return self._store
 
     def _fail(self, error: StoreFailed) -> None:
-        """Close the store and try again after a while; the lanes keep what isn't committed."""
+        """Close the store and try again after a while, from the lanes' tails.
+
+        After an error nobody knows which pages the kernel still means to write (a failed fsync marks them clean), so nothing that wasn't
+        synced is relied upon: its records are still in the lanes, and are taken again by a store that is opened anew.
+        """
+        self._taken.clear()
         self.counts["store_failures"] += 1
         if not self.failing:
             log.error("drain.failed", error=str(error))
@@ -366,11 +387,11 @@ class Drain:
     def flush(self, sync: bool) -> dict[str, int]:
         """Commit everything that is in the lanes now; with `sync`, onto the disk. Returns each lane's tail. Raises StoreFailed."""
         goals = [(lane, lane.head()) for lane in self._lanes.scan()]
-        while any(not lane.closed and lane.tail < head for lane, head in goals):
+        while any(not lane.closed and self._next(lane) < head for lane, head in goals):
             self.step()
         if sync:
             self.sync()
-        return {lane.name: lane.tail for lane in self._lanes}
+        return {lane.name: self._next(lane) for lane in self._lanes}
 
     def sync(self) -> None:
         """Bring what is committed onto the disk. Raises StoreFailed."""
@@ -382,13 +403,24 @@ class Drain:
             raise
         self._synced_at = time.monotonic()
         self._unsynced = False
+        self._free()
+
+    def _check_store(self) -> None:
+        """Free dead readers' snapshots, and notice that somebody deleted the file that is being written."""
+        assert self._store is not None
+        try:
+            self._store.drop_dead_readers()
+            self._store.check_file()
+        except StoreFailed as error:
+            self._fail(error)
+            raise
 
     def sync_if_due(self) -> None:
         """The `interval` and `turn` bound: everything committed is on the disk sync_interval_ms later. Raises StoreFailed."""
         now = time.monotonic()
         if self._store is not None and now - self._checked_at >= READER_CHECK_S:
             self._checked_at = now
-            self._store.drop_dead_readers()
+            self._check_store()
         overdue = 1000 * (time.monotonic() - self._synced_at) >= self._settings.sync_interval_ms
         if self._unsynced and overdue and self._settings.durability != "process":
             self.sync()
@@ -453,7 +485,8 @@ class Drain:
         for lane in self._lanes.scan():
             tail = lane.tail
             head = lane.head(tail)
-            lanes[lane.name] = {"tail": tail, "head": head, "incarnation": lane.incarnation}
+            taken = max(tail, self._next(lane))
+            lanes[lane.name] = {"tail": tail, "taken": taken, "head": head, "incarnation": lane.incarnation}
         stats: dict[str, Any] = {
             "lanes": lanes,
             "failing": self.failing,
@@ -470,11 +503,14 @@ class Drain:
         return stats
 
     def close(self) -> None:
-        """Let go of lanes and store, synced."""
-        self._lanes.close()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""
+        try:
+            if self._store is not None:
+                store, self._store = self._store, None
+                store.close()
+                self._free()
+        finally:
+            self._lanes.close()
 
 
 COUNTERS = (
@@ -601,7 +637,10 @@ class Keeper:
             self.drain.flush(sync=True)
         except StoreFailed as error:
             log.error("keeper.undrained", error=str(error), hint="the lanes keep the rest while the machine is up")
-        self.drain.close()
+        try:
+            self.drain.close()
+        except StoreFailed as error:
+            log.error("keeper.unsynced", error=str(error), hint="the lanes keep the rest while the machine is up")
         self._listener.close()
         self._paths.keeper_socket.unlink(missing_ok=True)
         for key in list(self._selector.get_map().values()):

@@ -602,6 +602,14 @@ class LaneReader:
         at = DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
         return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number)
 
+    def used_share(self, start: int, end: int) -> float:
+        """The larger of the shares of directory and ring that the records [start, end) take up."""
+        if start >= end:
+            return 0.0
+        first, last = self._header(start), self._header(end - 1)
+        size = last.payload_offset + last.payload_bytes - first.payload_offset
+        return max((end - start) / self.record_count, min(size, self.lane_bytes) / self.lane_bytes)
+
     def intact(self, header: RecordHeader) -> bool:
         """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
         words = self._words  # the id is another one when a device's range has been given to another lane

@@ -8,6 +8,7 @@ handed out as views into the map, valid inside the with-block. Source: docs/log-
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -612,7 +613,10 @@ def _reach(failpoint: str) -> None:
 
 
 def _check_disk(path: Path) -> None:
-    free = os.statvfs(path)
+    try:
+        free = os.statvfs(path)
+    except OSError as error:
+        raise StoreFailed("the store's directory can't be reached", where=str(path), cause=str(error)) from error
     if free.f_bavail * free.f_frsize < FREE_DISK_RESERVE_BYTES:
         cause = f"less than {FREE_DISK_RESERVE_BYTES >> 20} MB are free"
         raise StoreFailed("the disk is full", where=str(path), cause=cause)
@@ -637,6 +641,8 @@ class Store:
             _set_aside_damaged(self.path, self._unsafe)
             if not safe:
                 self._unsafe.write_text(_boot_id())
+                _sync_file(self._unsafe)  # before the first write that isn't synced
+            _make_whole(self.path)
         except OSError as error:
             raise StoreFailed("the store can't be made", where=str(self.path), cause=str(error)) from error
         with _translated(self.path):
@@ -649,6 +655,7 @@ class Store:
             self._env.reader_check()
             self._db = {name: self._env.open_db(name) for name in DATABASES}
             self._check_version()
+        self._inode = os.stat(self.path / "data.mdb").st_ino
         self._scratch = Scratch()
 
     def _check_version(self) -> None:
@@ -690,6 +697,16 @@ class Store:
         """Free the snapshots of killed processes, which would keep old pages from being used again."""
         with _translated(self.path):
             return self._env.reader_check()
+
+    def check_file(self) -> None:
+        """Raise StoreFailed if the file that is open here is no longer the one that has the name."""
+        try:
+            found = os.stat(self.path / "data.mdb").st_ino
+        except OSError:
+            found = 0
+        if found != self._inode:
+            cause = "deleted or replaced while it was open"
+            raise StoreFailed("the store's file is gone", where=str(self.path), cause=cause)
 
     def used_bytes(self) -> int:
         """High-water mark of the file."""
@@ -778,6 +795,33 @@ def _upgrade(txn: Any, databases: dict[bytes, Any]) -> None:
         for block, _ in children:
             txn.put(block, NODE.pack(parent, bytes(16), 0, 0, 0), db=databases[b"nodes"])
     txn.put(b"version", str(STORE_VERSION).encode(), db=databases[b"meta"])
+
+
+def _make_whole(path: Path) -> None:
+    """A new store gets its name when it can be opened, so that a loss of power never leaves half of one. Raises OSError, StoreFailed."""
+    if (path / "data.mdb").exists():
+        return
+    draft = path / "new"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700)
+    with _translated(path):
+        env = lmdb.open(str(draft), mode=0o600)
+        env.sync(True)
+        env.close()
+    os.rename(draft / "data.mdb", path / "data.mdb")
+    _sync_file(path)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync_file(path: Path) -> None:
+    """Bring a file, or a directory's names, onto the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+        if path.is_file():
+            _sync_file(path.parent)
+    finally:
+        os.close(file)
 
 
 def _boot_id() -> str:

@@ -90,7 +90,7 @@ class World:
     def drained(self) -> Drain:
         """Drain everything, and hand over the drain with its store still open."""
         drain = Drain(self.paths, self.settings)
-        drain.flush(sync=False)
+        drain.flush(sync=True)
         return drain
 
     def drain(self) -> dict[str, int]:

@@ -103,9 +103,11 @@ def test_replay_after_a_crash_between_commit_and_tail(world: World, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(LaneReader, "advance_tail", crash)
         drain = Drain(world.paths, world.settings)
+        drain.step()
         with pytest.raises(KeyboardInterrupt):
-            drain.step()
-        drain.close()
+            drain.sync()
+        with pytest.raises(KeyboardInterrupt):
+            drain.close()
     before = stored(world)
     assert lane.tail == 0
     counts = world.drain()
@@ -154,7 +156,7 @@ def test_full_disk_is_named_and_got_over(world: World, monkeypatch: pytest.Monke
     assert "disk is full" in drain.stats()["failing"]
     monkeypatch.undo()
     drain._retry_at = 0
-    drain.flush(sync=False)
+    drain.flush(sync=True)
     assert drain.stats()["failing"] == "" and lane.tail == lane.head
     drain.close()
 
