@@ -9,15 +9,19 @@ import secrets
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from engine.messages import pack_tokens
 from gateway import openai_schema as schema
 from gateway.chat_template import ChatTemplate, no_chat_template
+from gateway.choices import choice_seed
 from gateway.errors import ApiError, bad_request, not_found, not_supported
 from gateway.grammar import grammar_of
-from gateway.journal import StreamSpec
+from gateway.journal import GroupSpec, StreamSpec
 from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
 from gateway.streams import new_stream_id
 from gateway.tokenizer import ModelFacts, TextCodec
+from gateway.tools import ToolPlan, plan_of
 
 
 class Admission:
@@ -31,6 +35,7 @@ class Admission:
         facts: ModelFacts,
         default_max_tokens: int,
         limits: Callable[[], tuple[int, int]],
+        tool_form: str = "auto",
     ) -> None:
         self._model_name = model_name
         self._codec = codec
@@ -38,6 +43,7 @@ class Admission:
         self._facts = facts
         self._default_max_tokens = default_max_tokens
         self._limits = limits
+        self._tool_form = tool_form
 
     def parse(self, kind: str, body: bytes) -> Request:
         """Body -> request for a model that is served here. Raises ApiError."""
@@ -47,14 +53,34 @@ class Admission:
             raise not_found(message, "model_not_found", "model")
         return request
 
+    def specs(self, request: Request, session_header: str | None) -> tuple[list[StreamSpec], GroupSpec | None]:
+        """What the streams of a request will be functions of, and what binds them together if they are several. Raises ApiError."""
+        spec = self.spec(request, session_header)
+        shown, count = schema.choice_counts(request)
+        if count == 1:
+            return [spec], None
+        group = GroupSpec(
+            group=new_stream_id(),
+            streams=[spec.stream, *(new_stream_id() for _ in range(count - 1))],
+            shown=shown,
+            include_usage=spec.include_usage,
+            streamed=spec.streamed,
+            stored=spec.stored,
+            session=spec.session,
+            logprobs=spec.sampling.logprobs >= 0,
+        )
+        return [_choice(spec, group, index) for index in range(count)], group
+
     def spec(self, request: Request, session_header: str | None) -> StreamSpec:
-        """Everything that the stream will be a function of. Raises ApiError."""
+        """Everything that one stream will be a function of. Raises ApiError."""
         wish = schema.wish_of(request, session_header, secrets.randbits(63))
+        tools = ToolPlan()
         if isinstance(request, ChatRequest):
-            kind, field, prompt = "chat", "messages", self._chat_prompt(request)
+            tools = self._tools(request)
+            kind, field, prompt = "chat", "messages", self._chat_prompt(request, tools)
         else:
             kind, field, prompt = "text", "prompt", self._text_prompt(request)
-        grammar = self._grammar(request)
+        grammar = self._grammar(request, tools)
         return StreamSpec(
             stream=new_stream_id(),
             kind=kind,
@@ -71,11 +97,22 @@ class Admission:
             session=wish.session,
             grammar=grammar,
             capture=wish.capture,
+            tool_form=tools.form,
+            tool_names=tools.names,
         )
 
-    def _grammar(self, request: Request) -> str:
+    def _tools(self, request: ChatRequest) -> ToolPlan:
+        form = self._tool_form
+        if form == "auto":
+            form = self._template.tool_form if self._template else ""
+        return plan_of(request, form)
+
+    def _grammar(self, request: Request, tools: ToolPlan) -> str:
         """What the answer must match. Raises ApiError."""
         grammar, field = grammar_of(request)
+        if grammar and tools.form:
+            raise not_supported(field, f"{field}: can't be combined with tools, unless tool_choice is 'none'")
+        grammar, field = grammar or tools.grammar, field or "tool_choice"
         if grammar:
             self._check_text(field)
         return grammar
@@ -89,10 +126,10 @@ class Admission:
                 field, f"{field}: needs a model that names its end token (eos_token_id); this one names none"
             )
 
-    def _chat_prompt(self, request: ChatRequest) -> list[int]:
+    def _chat_prompt(self, request: ChatRequest, tools: ToolPlan) -> list[int]:
         if self._template is None or not self._codec.has_chat:
             raise no_chat_template()
-        text = self._template.render(schema.template_messages(request.messages))
+        text = self._template.render(schema.template_messages(request.messages), tools.tools)
         return self._codec.encode(text, add_special=False)
 
     def _text_prompt(self, request: CompletionRequest) -> list[int]:
@@ -124,3 +161,17 @@ class Admission:
     def context_tokens(self) -> int:
         """Longest list that an engine takes."""
         return self._limits()[0] or self._facts.context_tokens or 1 << 30
+
+
+def _choice(spec: StreamSpec, group: GroupSpec, index: int) -> StreamSpec:
+    """The spec of one of several choices. The session goes on with the first; `best_of` chooses by log probability."""
+    ranked = group.shown < len(group.streams)
+    sampling = msgspec.structs.replace(
+        spec.sampling,
+        seed=choice_seed(spec.sampling.seed, index),
+        logprobs=max(spec.sampling.logprobs, 0) if ranked else spec.sampling.logprobs,
+    )
+    session = spec.session if index == 0 else ""
+    return msgspec.structs.replace(
+        spec, stream=group.streams[index], sampling=sampling, session=session, group=group.group, choice=index
+    )

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from gateway import metrics
 from gateway.admit import Admission
+from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, bad_request, not_found, unauthorized
@@ -38,10 +39,12 @@ class Gateway:
     config: GatewayConfig
     admission: Admission
     table: StreamTable
+    groups: GroupTable
     sessions: SessionTable
     dispatcher: Dispatcher
     host: HostLink
     form: EventForm
+    group_form: GroupForm
     started_at: float
     draining: bool = False
 
@@ -61,7 +64,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> we
     return json_response(error.body, error.status, {**(headers or {}), **error.headers})
 
 
-def stream_headers(stream: Stream) -> dict[str, str]:
+def stream_headers(stream: Stream | Group) -> dict[str, str]:
     """Headers of every answer about a stream."""
     headers = {"X-Stream-Id": stream.id}
     if stream.spec.session:
@@ -69,11 +72,11 @@ def stream_headers(stream: Stream) -> dict[str, str]:
     return headers
 
 
-async def find_stream(request: web.Request) -> Stream:
-    """The stream of a path. Raises ApiError."""
-    text = request.match_info["stream"]
+async def find_stream(request: web.Request) -> Stream | Group:
+    """The stream of a path, or the group of a request with several choices. Raises ApiError."""
+    gateway, text = request.app[GATEWAY], request.match_info["stream"]
     stream_id = parse_stream_id(text)
-    stream = await request.app[GATEWAY].table.fetch(stream_id) if stream_id else None
+    stream = await gateway.table.fetch(stream_id) or await gateway.groups.fetch(stream_id) if stream_id else None
     if stream is None:
         raise not_found(
             f"there is no stream {text!r}, or it ended longer ago than streams are kept", "stream_not_found"

@@ -6,15 +6,17 @@ Streamed or not, a request is a stream: it has an id, a journal and an end, and 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from aiohttp import web
 
 from gateway import metrics
 from gateway.api import GATEWAY, STREAM, Gateway, error_response, json_response, read_body, stream_headers
+from gateway.choices import Group
 from gateway.delivery import serve_events
 from gateway.errors import ApiError, overloaded, unavailable
 from gateway.grammar import constrained
-from gateway.journal import StreamSpec
+from gateway.journal import GroupSpec, StreamSpec
 from gateway.sse import end_error
 from gateway.streams import Stream
 
@@ -33,36 +35,40 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_body(request)
-    spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
-    _check_room(gateway)
-    stream = gateway.table.open(spec)
-    request[STREAM] = stream.id
-    metrics.prompt_tokens.inc(stream.prompt_count)
-    if spec.session:
-        gateway.sessions.begin_turn(stream)
-    gateway.dispatcher.submit(stream)
+    specs, group_spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
+    _check_room(gateway, len(specs))
+    streams = [gateway.table.open(spec) for spec in specs]
+    answered = gateway.groups.open(group_spec, streams) if group_spec else streams[0]
+    request[STREAM] = answered.id
+    metrics.prompt_tokens.inc(streams[0].prompt_count)
+    if specs[0].session:
+        gateway.sessions.begin_turn(streams[0], [stream.id for stream in streams[1:]])
+    for stream in streams:
+        gateway.dispatcher.submit(stream)
     try:
-        if spec.streamed:
-            keepalive_s = gateway.config.gateway.keepalive_s
-            return await serve_events(request, stream, gateway.form, stream_headers(stream), keepalive_s=keepalive_s)
-        return await _whole(gateway, stream)
+        if specs[0].streamed:
+            keepalive_s, headers = gateway.config.gateway.keepalive_s, stream_headers(answered)
+            return await serve_events(request, answered, form_of(gateway, answered), headers, keepalive_s=keepalive_s)
+        return await _whole(gateway, answered)
     finally:
-        client_left(gateway, stream)
+        client_left(gateway, answered)
 
 
-async def _admit(gateway: Gateway, kind: str, body: bytes, session: str | None) -> StreamSpec:
+async def _admit(
+    gateway: Gateway, kind: str, body: bytes, session: str | None
+) -> tuple[list[StreamSpec], GroupSpec | None]:
     """Parse and tokenize; a long prompt or a grammar on a thread, so that it holds up nobody else's tokens (both free the GIL)."""
     parsed = gateway.admission.parse(kind, body)
     if len(body) < LONG_BODY_BYTES and not constrained(parsed):
-        return gateway.admission.spec(parsed, session)
-    return await asyncio.to_thread(gateway.admission.spec, parsed, session)
+        return gateway.admission.specs(parsed, session)
+    return await asyncio.to_thread(gateway.admission.specs, parsed, session)
 
 
-def _check_room(gateway: Gateway) -> None:
+def _check_room(gateway: Gateway, count: int) -> None:
     if gateway.draining:
         raise unavailable("the gateway is shutting down; try again at the next one", "draining")
     waiting, limit = gateway.dispatcher.waiting_count(), gateway.config.gateway.max_waiting
-    if waiting >= limit:
+    if waiting + count > limit:
         message = f"{waiting} requests wait already, at most {limit} may (gateway.max_waiting); try again later"
         raise overloaded(message, gateway.dispatcher.retry_after_s(waiting))
 
@@ -70,7 +76,7 @@ def _check_room(gateway: Gateway) -> None:
 class _Waiter:
     """A reader that wants the end only."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream | Group) -> None:
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self._stream = stream
         self.advance()
@@ -87,7 +93,7 @@ class _Waiter:
             self.over.set_result(ApiError(status, message, code=code))
 
 
-async def _whole(gateway: Gateway, stream: Stream) -> web.Response:
+async def _whole(gateway: Gateway, stream: Stream | Group) -> web.Response:
     """Wait for the end; the answer as one JSON object."""
     waiter = _Waiter(stream)
     stream.add_reader(waiter)
@@ -98,12 +104,25 @@ async def _whole(gateway: Gateway, stream: Stream) -> web.Response:
     error = waiter.over.result()
     if error is not None:
         return error_response(error, stream_headers(stream))
-    if stream.failed:
-        return error_response(end_error(stream), stream_headers(stream))
-    return json_response(gateway.form.answer(stream), headers=stream_headers(stream))
+    failed = stream.failure if isinstance(stream, Group) else stream if stream.failed else None
+    if failed is not None:
+        return error_response(end_error(failed), stream_headers(stream))
+    return json_response(form_of(gateway, stream).answer(stream), headers=stream_headers(stream))
 
 
-def client_left(gateway: Gateway, stream: Stream) -> None:
+def form_of(gateway: Gateway, stream: Stream | Group) -> Any:
+    """What renders it."""
+    return gateway.group_form if isinstance(stream, Group) else gateway.form
+
+
+def parts_of(stream: Stream | Group) -> list[Stream]:
+    """The streams that it is made of."""
+    return stream.streams if isinstance(stream, Group) else [stream]
+
+
+def client_left(gateway: Gateway, stream: Stream | Group) -> None:
     """A stream that nobody reads ends, unless it is stored or the gateway itself is going."""
     if stream.end is None and not stream.readers and not stream.stored and not gateway.draining:
-        gateway.dispatcher.cancel(stream, "disconnected")
+        for part in parts_of(stream):
+            if not part.readers:
+                gateway.dispatcher.cancel(part, "disconnected")

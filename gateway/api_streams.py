@@ -9,7 +9,8 @@ from aiohttp import web
 from engine.messages import unpack_tokens
 from gateway import metrics
 from gateway.api import GATEWAY, STREAM, find_stream, json_response, stream_headers
-from gateway.api_answers import client_left
+from gateway.api_answers import client_left, form_of, parts_of
+from gateway.choices import Group
 from gateway.delivery import serve_events
 from gateway.errors import bad_request
 from gateway.streams import Stream
@@ -28,13 +29,13 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
     stream = await find_stream(request)
     request[STREAM] = stream.id
     if _wants_json(request):
-        view = {**gateway.form.answer(stream), "stream": stream_view(stream)}
+        view = {**form_of(gateway, stream).answer(stream), "stream": stream_view(stream)}
         return json_response(view, headers=stream_headers(stream))
     metrics.resumed_readers.labels(stream.state).inc()
     keepalive_s = gateway.config.gateway.keepalive_s
     try:
         return await serve_events(
-            request, stream, gateway.form, stream_headers(stream), start=start, keepalive_s=keepalive_s
+            request, stream, form_of(gateway, stream), stream_headers(stream), start=start, keepalive_s=keepalive_s
         )
     finally:
         client_left(gateway, stream)
@@ -46,13 +47,24 @@ async def delete_stream(request: web.Request) -> web.Response:
     stream = await find_stream(request)
     request[STREAM] = stream.id
     cancelled = stream.end is None
-    gateway.dispatcher.cancel(stream, "cancelled")
+    for part in parts_of(stream):
+        gateway.dispatcher.cancel(part, "cancelled")
     view = {"id": stream.id, "object": "stream", "cancelled": cancelled, "stream": stream_view(stream)}
     return json_response(view, headers=stream_headers(stream))
 
 
-def stream_view(stream: Stream) -> dict[str, Any]:
+def stream_view(stream: Stream | Group) -> dict[str, Any]:
     """A stream, for people and programs."""
+    if isinstance(stream, Group):
+        choices = [stream_view(part) for part in stream.streams]
+        shared = ("kind", "created", "model", "stored", "prompt_tokens")
+        view = {
+            "id": stream.id,
+            "object": "stream.group",
+            "state": stream.state,
+            "session": stream.spec.session or None,
+        }
+        return {**view, **{name: choices[0][name] for name in shared}, "choices": choices}
     return {
         "id": stream.id,
         "object": "stream",
@@ -62,6 +74,8 @@ def stream_view(stream: Stream) -> dict[str, Any]:
         "model": stream.spec.model,
         "session": stream.spec.session or None,
         "stored": stream.stored,
+        "group": stream.spec.group or None,
+        "choice": stream.spec.choice,
         "engine": stream.engine or None,
         "epoch": stream.epoch,
         "seed": stream.spec.sampling.seed,

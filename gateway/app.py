@@ -24,6 +24,7 @@ from gateway import api, api_admin, api_answers, api_sessions, api_streams, metr
 from gateway.admit import Admission
 from gateway.api import GATEWAY, Gateway
 from gateway.chat_template import load_chat_template
+from gateway.choices import GroupForm, GroupTable
 from gateway.config import GatewayConfig, is_loopback
 from gateway.dispatch import Dispatcher
 from gateway.host_link import HostLink
@@ -70,7 +71,9 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
     try:
         await runner.setup()
         await _listen(config, runner)
-        gateway.dispatcher.resume_all(gateway.table.load_live(), gateway.host.subscribed)
+        streams = gateway.table.load_live()
+        gateway.groups.load()
+        gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
         tasks.spawn(gateway.host.run())
         tasks.spawn(_sweep_forever(gateway))
         log.info(
@@ -88,6 +91,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         await tasks.close()
         metrics.registry.unregister(collector)
         gateway.table.close()
+        gateway.groups.close()
         gateway.sessions.close()
         log.info("gateway.stopped", live_streams=len(gateway.table.live))
 
@@ -111,7 +115,13 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     host = HostLink(config.paths.host_socket, identity)
     dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
     host.on_news = dispatcher.on_host_news
-    dispatcher.on_end = sessions.end_turn
+    groups = GroupTable(config.paths.journal_dir, table)
+
+    def stream_ended(stream: Stream) -> None:
+        sessions.end_turn(stream)
+        groups.choice_ended(stream)
+
+    dispatcher.on_end = stream_ended
     dispatcher.on_captured = sessions.captured
 
     def limits() -> tuple[int, int]:
@@ -121,8 +131,14 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         return context, max((hello.vocab_count for hello in hellos), default=0)
 
     template = load_chat_template(config.model_dir)
-    admission = Admission(config.model_name, codec, template, facts, config.gateway.default_max_tokens, limits)
-    gateway = Gateway(config, admission, table, sessions, dispatcher, host, EventForm(codec), time.time())
+    settings = config.gateway
+    admission = Admission(
+        config.model_name, codec, template, facts, settings.default_max_tokens, limits, settings.tool_form
+    )
+    form = EventForm(codec)
+    gateway = Gateway(
+        config, admission, table, groups, sessions, dispatcher, host, form, GroupForm(form), started_at=time.time()
+    )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
 
 
@@ -224,6 +240,7 @@ async def _sweep_forever(gateway: Gateway) -> None:
     while True:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         await gateway.table.sweep(gateway.config.gateway.stream_retention_s)
+        gateway.groups.sweep(gateway.config.gateway.stream_retention_s)
 
 
 def _raise_file_limit() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import ApiError, bad_request
+from gateway.tools import form_of_template, told_in_text
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -26,12 +27,18 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self._template = _environment().from_string(source)
+        self._knows_tools = "tools" in source
+        self.tool_form = form_of_template(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """Prompt text up to where the assistant's answer starts. Raises ApiError if the template refuses the messages."""
+        if not self._knows_tools:
+            messages, tools = told_in_text(messages, tools or []), None
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special_tokens
+            )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise bad_request(f"messages: the model's chat template refuses them: {error}", "messages") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -16,18 +17,36 @@ from aiohttp.abc import AbstractStreamWriter
 
 from gateway import metrics
 from gateway.errors import ApiError
-from gateway.sse import EventForm
-from gateway.streams import Stream
+from gateway.streams import Reader
 
 BUFFER_LIMIT_BYTES = 128 << 10
 EVENTS_A_WRITE = 256
 STALL_LIMIT_S = 600.0  # a client that took nothing for so long is gone
 
 
+class Followed(Protocol):
+    """A stream, or a group of choices. `end` is something once it has ended."""
+
+    @property
+    def end(self) -> Any: ...
+
+    def add_reader(self, reader: Reader) -> None: ...
+
+    def drop_reader(self, reader: Reader) -> None: ...
+
+
+class Form(Protocol):
+    """What renders its events."""
+
+    def ready_count(self, stream: Any) -> int: ...
+
+    def events(self, stream: Any, start: int, end: int) -> bytes: ...
+
+
 class SseReader:
     """The cursor of one client. `next` is the id of the next event."""
 
-    def __init__(self, stream: Stream, form: EventForm, request: web.Request, start: int) -> None:
+    def __init__(self, stream: Followed, form: Form, request: web.Request, start: int) -> None:
         self.next = start
         self.done = False
         self.stalled = False
@@ -84,8 +103,8 @@ class SseReader:
 
 async def serve_events(
     request: web.Request,
-    stream: Stream,
-    form: EventForm,
+    stream: Followed,
+    form: Form,
     headers: dict[str, str],
     *,
     start: int = 0,

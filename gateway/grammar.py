@@ -20,7 +20,8 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 def constrained(request: Any) -> bool:
     """Whether a request may need a grammar."""
-    return any(getattr(request, field) is not None for field in ("response_format", "structured_outputs", *PLAIN))
+    fields = ("response_format", "structured_outputs", "tool_choice", *PLAIN)
+    return any(getattr(request, field) is not None for field in fields)
 
 
 def grammar_of(request: Any) -> tuple[str, str]:

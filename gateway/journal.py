@@ -40,6 +40,8 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     stored      goes on without a client
     grammar     what the answer must match, as the engine takes it; "" if anything goes
     capture     False: its state is never written to a tier; a recovery computes it anew
+    tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
+    group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
     """
 
     stream: str
@@ -58,6 +60,10 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace: str = "default"
     grammar: str = ""
     capture: bool = True
+    group: str = ""
+    choice: int = 0
+    tool_form: str = ""
+    tool_names: list[str] = []
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -119,11 +125,37 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
     error_message: str = ""
 
 
-TYPES: dict[int, type[Any]] = {1: StreamSpec, 2: Placed, 3: StartedRecord, 4: Tokens, 5: Recovery, 6: End}
+class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First record of a group's journal. The choices' journals lie beside it; only the order of their events is in here.
+
+    shown     choices that are answered: all, or fewer for `best_of`
+    logprobs  the client asked for them (`best_of` needs them for itself)
+    """
+
+    group: str
+    streams: list[str]
+    shown: int
+    include_usage: bool = False
+    streamed: bool = False
+    stored: bool = False
+    session: str = ""
+    logprobs: bool = False
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Before they are sent: one byte for each event, the choice whose next event it is."""
+
+    choices: bytes
+
+
+TYPES: dict[int, type[Any]] = {
+    1: StreamSpec, 2: Placed, 3: StartedRecord, 4: Tokens, 5: Recovery, 6: End,
+    7: GroupSpec, 8: Order,
+}  # fmt: skip
 _NUMBERS = {form: number for number, form in TYPES.items()}
 _DECODERS = {number: msgspec.msgpack.Decoder(form) for number, form in TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
-Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | End
+Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | End | GroupSpec | Order
 
 
 def _frame(number: int, body: bytes) -> bytes:

@@ -17,6 +17,7 @@ from gateway.errors import ApiError, bad_request, not_supported
 
 STOP_COUNT_LIMIT = 16
 TOP_LOGPROBS_LIMIT = 20
+CHOICES_LIMIT = 16
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
@@ -34,6 +35,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[dict[str, Any]] | None | msgspec.UnsetType = msgspec.UNSET
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +63,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     regex: Any = None
     grammar: Any = None
-    tools: list[Any] | None = None
     functions: list[Any] | None = None
+    function_call: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -76,6 +79,9 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     audio: Any = None
     modalities: list[str] | None = None
 
@@ -87,6 +93,8 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
     best_of: int | None = None
 
 
@@ -128,10 +136,18 @@ def parse_completion(body: bytes) -> CompletionRequest:
     request = _decode(body, CompletionRequest)
     _check_common(request)
     _check_range("logprobs", request.logprobs, 0, TOP_LOGPROBS_LIMIT)
-    if request.best_of not in (None, 1):
-        raise not_supported("best_of", f"best_of: only 1 is served, got {request.best_of}")
+    _check_range("best_of", request.best_of, 1, CHOICES_LIMIT)
+    if request.best_of is not None and request.best_of < (request.n or 1):
+        raise bad_request(
+            f"best_of: must be at least n, got {request.best_of} for n {request.n}", "best_of", "out_of_range"
+        )
+    if request.stream and (request.best_of or 1) > (request.n or 1):
+        raise bad_request("best_of: can't be streamed, since the best is known at the end only", "best_of")
     if request.echo:
         raise not_supported("echo", "echo: is not served; the prompt is not repeated")
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise not_supported(name, f"{name}: is served by /v1/chat/completions only")
     if request.suffix:
         raise not_supported("suffix", "suffix: is not served")
     return request
@@ -158,6 +174,13 @@ def wish_of(request: Request, session_header: str | None, random_seed: int) -> W
         session=session,
         capture=request.capture is not False,
     )
+
+
+def choice_counts(request: Request) -> tuple[int, int]:
+    """(choices that are answered, choices that are computed)."""
+    shown = request.n or 1
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return shown, best_of or shown
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -243,8 +266,7 @@ def _wrong_type(cause: str, body: bytes) -> ApiError:
 
 
 def _check_common(request: Request) -> None:
-    if request.n not in (None, 1):
-        raise not_supported("n", f"n: only 1 is served, got {request.n}; for more answers send the request again")
+    _check_range("n", request.n, 1, CHOICES_LIMIT)
     _check_range("temperature", request.temperature, 0, 2)
     _check_range("top_p", request.top_p, 0, 1, above=True)
     _check_range("top_k", request.top_k, -1, None)
@@ -253,7 +275,7 @@ def _check_common(request: Request) -> None:
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(1 << 63), (1 << 64) - 1)
     _check_range("max_tokens", request.max_tokens, 1, None)
-    for name in ("tools", "functions", "logit_bias"):
+    for name in ("functions", "function_call", "logit_bias"):
         _refuse(request, name)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: needs stream to be true", "stream_options")
@@ -330,7 +352,29 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
     rendered: dict[str, Any] = {"role": message.role, "content": content or ""}
-    return {**rendered, "name": message.name} if message.name else rendered
+    if message.name:
+        rendered["name"] = message.name
+    if message.tool_call_id:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        where = f"messages[{index}].tool_calls"
+        rendered["tool_calls"] = [_call(call, f"{where}[{at}]") for at, call in enumerate(message.tool_calls)]
+    return rendered
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of an earlier answer; templates take its arguments as an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        field = f"{where}.function.name"
+        raise bad_request(f"{field}: is required", field, "missing_required_parameter")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # as the model wrote it
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _part_text(part: dict[str, Any], where: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ class SessionTable:
         with self._environment.begin(db=self._tokens_db) as transaction:
             return bytes(transaction.get(session.encode()) or b"")
 
-    def begin_turn(self, stream: Stream) -> None:
-        """A request names a session: make or touch its record."""
+    def begin_turn(self, stream: Stream, others: Sequence[str] = ()) -> None:
+        """A request names a session: make or touch its record. `others`: streams of its other choices."""
         session = stream.spec.session
         now = time.time()
         record = self._records.get(session)
@@ -88,7 +88,7 @@ class SessionTable:
         record.last_used = now
         record.turns += 1
         record.parked = False
-        record.streams = [*record.streams, stream.id][-STREAMS_KEPT:]
+        record.streams = [*record.streams, stream.id, *others][-STREAMS_KEPT:]
         self._put(record, None)
 
     def end_turn(self, stream: Stream) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class GatewaySettings:
     stream_retention_s    finished streams can be fetched for this long
     spares                engines kept idle while another one can serve
     default_max_tokens    length of an answer when the request names none; 0 means up to the context
+    tool_form             how the model writes tool calls: `hermes`, `llama`, or `auto`, by its chat template
     drain_s               how long SIGTERM lets running streams go on before the gateway exits (they can be resumed afterwards)
     """
 
@@ -32,4 +34,5 @@ class GatewaySettings:
     stream_retention_s: float = 86_400.0
     spares: int = 1
     default_max_tokens: int = 0
+    tool_form: Literal["auto", "hermes", "llama"] = "auto"
     drain_s: float = 10.0

@@ -36,15 +36,19 @@ class EventForm:
 
     def events(self, stream: Stream, start: int, end: int) -> bytes:
         """Events [start, end), each `id:` and `data:`."""
-        head, tail = self._frame(stream)
+        head, tail = self.head(stream), _tail(stream)
         return b"".join([b"id: %d\ndata: %b\n\n" % (k, self._data(stream, k, head, tail)) for k in range(start, end)])
 
-    def _frame(self, stream: Stream) -> tuple[bytes, bytes]:
-        """What all chunks of a stream begin and end with."""
+    def data(self, stream: Stream, k: int) -> bytes:
+        """The `data:` of one event."""
+        return self._data(stream, k, self.head(stream), _tail(stream))
+
+    def head(self, stream: Stream) -> bytes:
+        """What all chunks of a stream begin with."""
         spec = stream.spec
         kind = "chat.completion.chunk" if spec.kind == "chat" else "text_completion"
         head = _encode({"id": answer_id(stream), "object": kind, "created": spec.created, "model": spec.model})
-        return head[:-1] + b',"choices":[', b',"usage":null}' if spec.include_usage else b"}"
+        return head[:-1] + b',"choices":['
 
     def _data(self, stream: Stream, k: int, head: bytes, tail: bytes) -> bytes:
         count = stream.token_count
@@ -63,48 +67,55 @@ class EventForm:
         return b"[DONE]"
 
     def _opening(self, stream: Stream) -> bytes:
+        index = stream.spec.choice
         if stream.spec.kind == "text":
-            return b'{"index":0,"text":"","logprobs":null,"finish_reason":null}'
-        return b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            return b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}' % index
+        return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
 
     def _token(self, stream: Stream, index: int) -> bytes:
-        text = _encode(stream.deltas[index])
+        choice, text = stream.spec.choice, _encode(stream.deltas[index])
         logprobs = b"null"
         if stream.spec.sampling.logprobs >= 0:
             logprobs = _encode(self.logprobs(stream, index, index + 1))
         if stream.spec.kind == "text":
-            return b'{"index":0,"text":%b,"logprobs":%b,"finish_reason":null}' % (text, logprobs)
-        return b'{"index":0,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (text, logprobs)
+            return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (choice, text, logprobs)
+        if index in stream.calls:
+            delta = _encode(_delta(stream, index, stream.deltas[index]))
+            return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (choice, delta, logprobs)
+        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (choice, text, logprobs)
 
     def _finish(self, stream: Stream) -> bytes:
         assert stream.end is not None
-        text, reason = stream.tail, _encode(stream.end.finish_reason)
+        choice, text, reason = stream.spec.choice, stream.tail, _encode(finish_reason(stream))
         if stream.spec.kind == "text":
-            return b'{"index":0,"text":%b,"logprobs":null,"finish_reason":%b}' % (_encode(text), reason)
-        delta = _encode({"content": text}) if text else b"{}"
-        return b'{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}' % (delta, reason)
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (choice, _encode(text), reason)
+        delta = _encode(_delta(stream, -1, text))
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b}' % (choice, delta, reason)
 
     # ------------------------------------------------------------ whole answers
 
     def answer(self, stream: Stream) -> dict[str, Any]:
         """The answer so far, as one JSON object (not streamed, or fetched by id)."""
         spec = stream.spec
-        reason = stream.end.finish_reason if stream.end and not stream.failed else None
-        logprobs = self.logprobs(stream, 0, stream.token_count) if spec.sampling.logprobs >= 0 else None
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": logprobs}
-        if spec.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": stream.text, "refusal": None}
-        else:
-            choice["text"] = stream.text
         return {
             "id": answer_id(stream),
             "object": "chat.completion" if spec.kind == "chat" else "text_completion",
             "created": spec.created,
             "model": spec.model,
-            "choices": [choice],
+            "choices": [self.choice(stream, spec.choice)],
             "usage": stream.usage(),
             "concordia": stream.concordia(),
         }
+
+    def choice(self, stream: Stream, index: int, *, logprobs: bool = True) -> dict[str, Any]:
+        """One choice of a whole answer."""
+        reason = finish_reason(stream) if stream.end and not stream.failed else None
+        wanted = logprobs and stream.spec.sampling.logprobs >= 0
+        rows = self.logprobs(stream, 0, stream.token_count) if wanted else None
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": rows}
+        if stream.spec.kind == "chat":
+            return {**choice, "message": _message(stream)}
+        return {**choice, "text": stream.text}
 
     def logprobs(self, stream: Stream, start: int, end: int) -> dict[str, Any]:
         """Log probabilities of answer tokens [start, end), in the form of the request's kind."""
@@ -130,8 +141,35 @@ class EventForm:
 
 
 def answer_id(stream: Stream) -> str:
-    """The `id` of OpenAI's objects; holds the stream's id."""
-    return ("chatcmpl-" if stream.spec.kind == "chat" else "cmpl-") + stream.id
+    """The `id` of OpenAI's objects; holds the id of the stream, or of the group that it is a choice of."""
+    return ("chatcmpl-" if stream.spec.kind == "chat" else "cmpl-") + (stream.spec.group or stream.id)
+
+
+def finish_reason(stream: Stream) -> str:
+    """OpenAI's word for how it ended; "tool_calls" where an answer that ended by itself calls tools."""
+    assert stream.end is not None
+    reason = stream.end.finish_reason
+    return "tool_calls" if reason == "stop" and stream.calls else reason
+
+
+def _message(stream: Stream) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": stream.text, "refusal": None}
+    if stream.calls:
+        return {**message, "content": stream.text or None, "tool_calls": stream.tool_calls()}
+    return message
+
+
+def _delta(stream: Stream, token: int, text: str) -> dict[str, Any]:
+    """What one token (-1: the end) adds: text, calls of tools, or both."""
+    delta: dict[str, Any] = {"content": text} if text else {}
+    if token in stream.calls:
+        delta["tool_calls"] = [call.view() for call in stream.calls[token]]
+    return delta
+
+
+def _tail(stream: Stream) -> bytes:
+    """What all chunks of a stream end with."""
+    return b',"usage":null}' if stream.spec.include_usage else b"}"
 
 
 def end_error(stream: Stream) -> ApiError:

@@ -24,6 +24,7 @@ from gateway import journal as j
 from gateway import metrics
 from gateway.renderer import Renderer
 from gateway.tokenizer import TextCodec
+from gateway.tool_parser import CallDelta, ToolParser
 
 log = structlog.get_logger()
 
@@ -73,7 +74,11 @@ class Stream:
         self.finish = ""
         self.end: j.End | None = None
         self.tail = ""  # text that only the end made certain
+        self.calls: dict[
+            int, list[CallDelta]
+        ] = {}  # token of the answer (-1: the end) -> what it made known of tool calls
         self._renderer = Renderer(codec, self.tokens, spec.stop)
+        self._tools = ToolParser(spec.tool_form, spec.tool_names, spec.stream) if spec.tool_form else None
         self._text_count = 0
         # Below: of this process only, not in the journal.
         self.readers: set[Reader] = set()
@@ -108,7 +113,7 @@ class Stream:
             case j.Recovery():
                 self.recoveries.append(record)
             case j.End():
-                self.tail = self._renderer.finish()
+                self.tail = self._end_text()
                 self.end = record
 
     def _apply_tokens(self, record: j.Tokens) -> None:
@@ -126,8 +131,22 @@ class Stream:
                 return  # tokens after the one that completed a stop string are no part of the truth
         self.finish = record.finish
 
+    def _end_text(self) -> str:
+        tail = self._renderer.finish()
+        if self._tools is None:
+            return tail
+        said, last = self._tools.push(tail), self._tools.finish()
+        if said.calls:
+            self.calls[-1] = said.calls
+        return said.content + last.content
+
     def _apply_token(self, token: int, delta: str) -> None:
         self.tokens.append(token)
+        if self._tools is not None:
+            said = self._tools.push(delta)
+            delta = said.content
+            if said.calls:
+                self.calls[len(self.deltas)] = said.calls
         self.deltas.append(delta)
         if self.spec.sampling.logprobs >= 0:
             self.offsets.append(self._text_count)
@@ -147,6 +166,16 @@ class Stream:
     @property
     def text(self) -> str:
         return "".join(self.deltas) + self.tail
+
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Whole calls, as OpenAI answers them."""
+        whole: dict[int, dict[str, Any]] = {}
+        for _, deltas in sorted(self.calls.items(), key=lambda item: item[0] if item[0] >= 0 else len(self.deltas)):
+            for delta in deltas:
+                function = {"name": delta.name, "arguments": ""}
+                call = whole.setdefault(delta.index, {"id": delta.id, "type": "function", "function": function})
+                call["function"]["arguments"] += delta.arguments
+        return list(whole.values())
 
     @property
     def failed(self) -> bool:
@@ -248,6 +277,14 @@ class StreamTable:
             return self.find(stream_id)
         stream.ended.set()
         return self._remember(stream)
+
+    def load(self, stream_id: str) -> Stream | None:
+        """As `fetch`, before serving."""
+        stream = self.find(stream_id) or self._read(self._path(stream_id))
+        if stream is not None and stream.end is not None:
+            stream.ended.set()
+            self._remember(stream)
+        return stream
 
     def find(self, stream_id: str) -> Stream | None:
         """A stream in memory."""

@@ -335,3 +335,37 @@ def test_an_uncaptured_stream_is_recovered_by_computing(start_engine: Start) -> 
     spare.run()
     assert serving.tokens("s") + spare.tokens("s") == whole
     assert spare.started("s").reused == {}
+
+
+def test_choices_of_one_prompt_prefill_it_once(start_engine: Start) -> None:
+    prompt = random_tokens(50, 600)
+    engine = start_engine()
+    seeds = {f"c{i}": m.Sampling(temperature=0.9, seed=i) for i in range(4)}
+    engine.handle(*(submit(name, prompt, 10, sampling=sampling) for name, sampling in seeds.items()))
+    engine.run()
+    assert engine.engine.counters.prefill_tokens == 600 + 3, "the others compute the prompt's last token only"
+    assert [engine.started(name).reused for name in seeds] == [{}] + [{"device": 599}] * 3
+    assert len({tuple(engine.tokens(name)) for name in seeds}) > 1
+    assert engine.tokens("c0") == reference(start_engine, prompt, 10, seeds["c0"])
+
+
+def test_a_choice_that_lost_its_engine_goes_on_as_it_would_have(start_engine: Start) -> None:
+    prompt = random_tokens(51, 600)
+    seeds = {f"c{i}": m.Sampling(temperature=0.9, seed=i) for i in range(3)}
+    calm, serving, spare = start_engine("calm"), start_engine("serving"), start_engine("spare")
+    for engine, namespace in ((calm, "calm"), (serving, "n")):
+        engine.handle(*(submit(k, prompt, 10, sampling=v, namespace=namespace) for k, v in seeds.items()))
+    calm.run()
+    serving.run_until_token("c2", 4)
+    serving.close()
+    for name, sampling in seeds.items():
+        delivered = serving.tokens(name)
+        spare.handle(
+            submit(
+                name, prompt + delivered, 10, epoch=2, prompt_count=600, sampling=sampling, namespace="n",
+                prefill_start=serving.started(name).prefill_start,
+            )
+        )  # fmt: skip
+    spare.run()
+    for name in seeds:
+        assert serving.tokens(name) + spare.tokens(name) == calm.tokens(name)

@@ -16,7 +16,7 @@ from engine import messages as m
 from engine.wire import TO_ENGINE, TO_HOST, FrameBuffer, encode
 
 VOCAB_COUNT = 260
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 4096
 ROOT = "00" * 16
 
 
@@ -34,10 +34,14 @@ class FakeSequence:
         self.finish = ""
         self.outputs: list[m.Output] = []
         self.started: m.Started | None = None
+        self.script = b""  # what it says instead of drawing, a token a byte, then the end token
 
     def draw(self) -> m.Output:
         submit, position = self.submit, len(self.tokens)
         token = token_at(submit.sampling.seed, position)
+        if self.script:
+            said = position - submit.prompt_count
+            token = 4 + self.script[said] if said < len(self.script) else submit.stop_tokens[0]
         self.tokens.append(token)
         if token in submit.stop_tokens:
             self.finish = "stop"
@@ -53,11 +57,14 @@ class FakeSequence:
 class FakeEngine:
     """One incarnation. `budget` bounds how many steps it makes; None is no bound."""
 
-    def __init__(self, name: str, incarnation: int, directory: Path, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, incarnation: int, directory: Path, *, step_s: float = 0.0, script: bytes = b""
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.path = directory / f"{name}-{incarnation}.sock"
         self.step_s = step_s
+        self.script = script
         self.budget: int | None = None
         self.kill_at: int | None = None  # position: dies when it has sent the token there
         self.refuse: m.Refused | None = None
@@ -126,6 +133,7 @@ class FakeEngine:
                     self.send(m.Refused(message.stream, message.epoch, self.refuse.code, self.refuse.message))
                     return
                 self.sequences[message.stream] = FakeSequence(message)
+                self.sequences[message.stream].script = self.script
                 self._work.set()
             case m.Cancel():
                 self.cancels.append(message)

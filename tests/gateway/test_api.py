@@ -22,7 +22,11 @@ async def test_errors_over_http_have_one_shape(world: World) -> None:
         (400, "invalid_json", b'{"x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
         (400, "invalid_type", {**body, "temperature": "x"}),
         (400, "invalid_value", {**body, "messages": [{"role": "wizard", "content": "x"}]}),
-        (400, "context_length_exceeded", {**body, "messages": [{"role": "user", "content": "x" * 600}]}),
+        (
+            400,
+            "context_length_exceeded",
+            {**body, "messages": [{"role": "user", "content": "x" * (CONTEXT_TOKENS + 88)}]},
+        ),
         (413, "body_too_large", b"x" * ((8 << 20) + 1)),
     ]
     for status, code, sent in cases:
@@ -70,7 +74,9 @@ async def test_too_long_prompt_says_how_long_and_how_much_fits(world: World) -> 
 
 
 async def test_answer_ends_at_the_context(world: World) -> None:
-    _, _, answer = await world.post("/v1/completions", {"model": MODEL, "prompt": [5] * 500, "max_tokens": 100})
+    _, _, answer = await world.post(
+        "/v1/completions", {"model": MODEL, "prompt": [5] * (CONTEXT_TOKENS - 12), "max_tokens": 100}
+    )
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == CONTEXT_TOKENS
 

@@ -48,7 +48,7 @@ async def test_errors_become_the_clients_exceptions(world: World) -> None:
         with pytest.raises(openai.NotFoundError, match="no model"):
             await client.chat.completions.create(messages=MESSAGES, model="other")
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(messages=MESSAGES, n=2, **OPTIONS)
+            await client.chat.completions.create(messages=MESSAGES, n=17, **OPTIONS)
         assert caught.value.param == "n"
         await world.engines[0].kill()
 

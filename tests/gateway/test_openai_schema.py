@@ -49,7 +49,8 @@ CASES = [
     ({"stop": ["a", 3]}, "stop[1]", "str"),
     ({"stop": [""]}, "stop", "empty string"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
-    ({"n": 2}, "n", "only 1"),
+    ({"n": 17}, "n", "at most 16"),
+    ({"n": 0}, "n", "at least 1"),
     ({"stream": "yes"}, "stream", "bool"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
     ({"logprobs": 3}, "logprobs", "bool"),
@@ -65,7 +66,8 @@ CASES = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "str"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 4}]}]}, "messages[0].content[0]", "int"),
-    ({"tools": [{"type": "function"}]}, "tools", "not served"),
+    ({"tools": "all"}, "tools", "array"),
+    ({"functions": [{"name": "x"}]}, "functions", "not served"),
     ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "required"),
@@ -111,7 +113,9 @@ TEXT_CASES = [
     ({"logprobs": True}, "logprobs", "int"),
     ({"echo": True}, "echo", "not"),
     ({"suffix": "x"}, "suffix", "not"),
-    ({"best_of": 3}, "best_of", "only 1"),
+    ({"best_of": 17}, "best_of", "at most 16"),
+    ({"best_of": 1, "n": 2}, "best_of", "at least n"),
+    ({"best_of": 2, "stream": True}, "best_of", "streamed"),
 ]
 
 

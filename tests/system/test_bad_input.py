@@ -68,7 +68,7 @@ WRONG = [
     ("presence_penalty", 5),
     ("frequency_penalty", "x"),
     ("stream_options", 3),
-    ("n", 2),
+    ("n", 17),
     ("n", 0),
 ]
 

@@ -135,4 +135,4 @@ def test_client_raises_the_right_errors(tiny: System) -> None:
         api.chat.completions.create(model="no-such-model", messages=QUESTION)  # type: ignore[arg-type]
     model = api.models.list().data[0].id
     with pytest.raises(openai.BadRequestError):
-        api.chat.completions.create(model=model, messages=QUESTION, n=2)  # type: ignore[arg-type]
+        api.chat.completions.create(model=model, messages=QUESTION, n=17)  # type: ignore[arg-type]
