@@ -21,6 +21,7 @@ from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
 from engine.capture import Capture, Cursor
 from engine.errors import BadRequest, Fenced
+from engine.follow import Follower
 from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.model import Model
@@ -36,6 +37,7 @@ from tiers.prefix import PrefixFinder
 log = structlog.get_logger()
 
 _IDLE_WAIT_S = 0.05
+_FOLLOW_WAIT_S = 0.004  # while a followed stream may have new rows in its engine's lane
 _STATS_INTERVAL_S = 1.0
 # Ended streams that are told to a gateway that attaches: those that ended while it was away.
 _REMEMBERED = 256
@@ -74,6 +76,9 @@ class Engine:
     prefill_chunk: int
     keep_running: Callable[[], bool]
     grammars: Grammars
+    follower: Follower
+    drain_s: float = 8.0
+    draining_until: float = 0.0
     waiting: list[Sequence] = field(default_factory=list)
     active: list[Sequence] = field(default_factory=list)
     ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
@@ -91,10 +96,12 @@ class Engine:
         """Serve until stopped; then take every capture that is still missing."""
         while not self.stopping and self.keep_running():
             busy = self.last_kind != "idle" or bool(self.waiting)
-            for message in self.link.poll(0.0 if busy else _IDLE_WAIT_S):
+            for message in self.link.poll(0.0 if busy else _FOLLOW_WAIT_S if self.follower.behind else _IDLE_WAIT_S):
                 self.handle(message)
             self.admit()
             self.step()
+            self.follow()
+            self._drain()
             self.page.beat()
             self._tell_stats()
         self._capture_everything()
@@ -102,6 +109,29 @@ class Engine:
     def stop(self) -> None:
         """End after the current step. Safe in a signal handler."""
         self.stopping = True
+
+    def drain(self) -> None:
+        """End when the gateway has taken all streams elsewhere, or after `drain_s`; at once when asked again. Safe in a signal handler."""
+        if self.draining_until:
+            self.stopping = True
+        self.draining_until = time.monotonic() + self.drain_s
+
+    def _drain(self) -> None:
+        if not self.draining_until:
+            return
+        if self.page.state != "draining":
+            self.page.set_state("draining")
+            self.link.send(m.Draining())
+            log.info("drain.begun", streams=len(self.active) + len(self.waiting), limit_s=self.drain_s)
+        empty = not self.active and not self.waiting
+        if empty or not self.link.attached or time.monotonic() > self.draining_until:
+            log.info("drain.over", streams_left=len(self.active) + len(self.waiting))
+            self.stopping = True
+
+    def follow(self) -> None:
+        """A slice of what is followed, after the step."""
+        for told in self.follower.step(self.finder, busy=self.last_kind != "idle"):
+            self.link.send(told)
 
     def step(self) -> None:
         """One step of what `choose` picks, its captures, and its tokens on their way."""
@@ -137,7 +167,16 @@ class Engine:
             case m.Cancel():
                 self._cancel(message)
             case m.Park():
+                self.follower.let_go_of(message.session)
                 self._park(message)
+            case m.Follow():
+                refused = self.follower.follow(message)
+                if refused is not None:
+                    self.link.send(refused)
+            case m.Unfollow():
+                self.follower.unfollow(message.stream)
+            case m.Release():
+                self._release(message)
             case m.Ping():
                 self.stats_due = 0.0
             case m.Shutdown():
@@ -213,6 +252,18 @@ class Engine:
                 sequence.finish = "cancelled"
         self._retire()
 
+    def _release(self, release: m.Release) -> None:
+        """Between two steps: let go of a stream with all that it computed captured; another engine goes on with it."""
+        key, position = (release.stream, release.epoch), -1
+        if any(s.key == key for s in self.waiting):
+            self.waiting, position = [s for s in self.waiting if s.key != key], 0
+        for sequence in [s for s in self.active if s.key == key and not s.finish]:
+            position = 0 if sequence.cursor is None else sequence.computed
+            self._drop(sequence)
+            if sequence.cursor is not None:
+                position = sequence.cursor.position
+        self.link.send(m.Released(*key, position))
+
     def _truncate(self, sequence: Sequence, position: int) -> None:
         slot = sequence.slot
         assert slot is not None, "an active sequence has a slot"
@@ -255,13 +306,18 @@ class Engine:
                 continue
             submit, tokens = sequence.submit, sequence.array()
             limit = len(tokens) - 1
+            self.follower.claim(submit.stream)
             choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
+            while choice is None and (gave_way := self.follower.make_room()) is not None:
+                self.link.send(gave_way)
+                choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
             if choice is None:
                 return
             self.waiting.remove(sequence)
             self.active.append(sequence)
             shared = choice.shared
-            if sequence.recovering and self._stored(sequence, tokens, limit) >= shared:
+            followed = self.follower.exact_count(choice.source) >= shared  # then these are the tiers' own rows
+            if sequence.recovering and not followed and self._stored(sequence, tokens, limit) >= shared:
                 shared = 0
             elif choice.source is not choice.target:
                 self.arena.copy_prefix(choice.source, choice.target, shared)
@@ -291,6 +347,7 @@ class Engine:
         """Take over a slot whose first `shared` tokens are right, and plan what to restore beyond them."""
         submit = sequence.submit
         self._abandon(slot)
+        self.follower.used(slot)
         self.clock += 1
         slot.busy, slot.last_used = True, self.clock
         slot.namespace, slot.session, slot.captured = submit.namespace, submit.session, submit.capture
@@ -555,6 +612,9 @@ class Engine:
             prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
             restore_bytes_per_s=self.speeds.restore_bytes_per_s,
             decode_step_ms=counters.decode_step_ms,
+            followed_streams=len(self.follower.follows),
+            followed_tokens=sum(known.slot.length for known in self.follower.follows.values()),
+            followed_restored_tokens=self.follower.restored_tokens,
         )
 
 

@@ -25,6 +25,7 @@ from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
 from engine.errors import Fenced, UnsupportedModel
+from engine.follow import Follower
 from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.loop import Engine
@@ -64,8 +65,8 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
         log.error("engine.unsupported", engine=engine, reason=str(error))
         page.set_state("failed")
         return EXIT_UNSUPPORTED
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: loop.stop())
+    signal.signal(signal.SIGTERM, lambda *_: loop.drain())
+    signal.signal(signal.SIGINT, lambda *_: loop.stop())
     gc.collect()
     gc.freeze()  # nothing of the model is ever garbage: keep collections short
     page.set_state("ready")
@@ -127,6 +128,7 @@ def build(
     )
     page.beat()
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
+    speeds = measure(model, arena, cache)
     return Engine(
         name=engine,
         incarnation=incarnation,
@@ -137,12 +139,14 @@ def build(
         finder=PrefixFinder(StoreReader(paths.store, map_bytes=tiers.store_map_bytes), paths.lane_dir),
         link=GatewayLink(paths.engine_socket(engine)),
         page=page,
-        speeds=measure(model, arena, cache),
+        speeds=speeds,
         root=root,
         block_tokens=tiers.block_tokens,
         prefill_chunk=options.prefill_chunk,
         keep_running=HostLease(paths.host_lock),
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
+        follower=Follower(arena, root, tiers.block_tokens, speeds),
+        drain_s=options.drain_s,
     )
 
 

@@ -99,6 +99,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     decode_step_ms: float = 0.0
+    followed_streams: int = 0
+    followed_tokens: int = 0
+    followed_restored_tokens: int = 0
 
 
 # ---------------------------------------------------------------- gateway -> engine
@@ -152,6 +155,32 @@ class Park(Message, frozen=True):
     session: str
 
 
+class Follow(Message, frozen=True):
+    """Keep the state of another engine's stream on this device, restored from the tiers as it appears there. Answered by `Followed`.
+
+    tokens  packed; the stream's tokens from position `start` on. 0 begins anew, else it must join what was sent before
+    """
+
+    stream: str
+    start: int
+    tokens: bytes
+    namespace: str = "default"
+    session: str = ""
+
+
+class Unfollow(Message, frozen=True):
+    """Follow no longer. What was restored stays in its slot, idle, for whoever needs it or the room."""
+
+    stream: str
+
+
+class Release(Message, frozen=True):
+    """Stop a stream at the next token boundary and capture all of it: another engine goes on. Answered by `Released`."""
+
+    stream: str
+    epoch: int
+
+
 class Ping(Message, frozen=True):
     """Ask for `Stats` now."""
 
@@ -160,7 +189,7 @@ class Shutdown(Message, frozen=True):
     """Finish nothing more: drain captures, then exit 0. Sent after streams have ended or moved."""
 
 
-ToEngine = Union[Attach, Submit, Cancel, Park, Ping, Shutdown]
+ToEngine = Union[Attach, Submit, Cancel, Park, Follow, Unfollow, Release, Ping, Shutdown]
 
 # ---------------------------------------------------------------- engine -> gateway
 
@@ -245,13 +274,38 @@ class Parked(Message, frozen=True):
     position: int
 
 
+class Followed(Message, frozen=True):
+    """How far a followed stream's state is on this device. Sent when it grew.
+
+    caught_up  the tiers hold nothing beyond `position` now
+    refused    why it is not followed (any longer): "no_slot", "too_long", "gap" (send it from 0), "damaged"; "" if it is
+    """
+
+    stream: str
+    position: int
+    caught_up: bool = False
+    refused: str = ""
+
+
+class Released(Message, frozen=True):
+    """Answer to `Release`: nothing more is sent for it. position: captured so far; -1: it is not worked on here."""
+
+    stream: str
+    epoch: int
+    position: int
+
+
+class Draining(Message, frozen=True):
+    """This engine was told to end (SIGTERM): take its streams elsewhere; it ends when it has none, or after `drain_s`."""
+
+
 class Stats(Message, frozen=True):
     """Sent about once a second and on `Ping`."""
 
     stats: EngineStats
 
 
-FromEngine = Union[Hello, Started, Forced, Step, Captured, Refused, Parked, Stats]
+FromEngine = Union[Hello, Started, Forced, Step, Captured, Refused, Parked, Followed, Released, Draining, Stats]
 
 # ---------------------------------------------------------------- host agent <-> gateway
 

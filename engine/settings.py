@@ -17,6 +17,7 @@ class EngineSettings:
     context_tokens   longest sequence; 0 means what the model declares
     prefill_chunk    tokens of one prefill step; cuts lie at multiples of it, so a prefix computed twice has the same bits
     prefault_tokens  tokens of arena memory touched at start, so that a restore meets warm pages
+    drain_s          how long SIGTERM lets streams be moved to other engines before the engine ends
     capture          copy what each step changed into the lane (off only to measure its cost)
     """
 
@@ -27,4 +28,5 @@ class EngineSettings:
     context_tokens: int = 0
     prefill_chunk: int = 256
     prefault_tokens: int = 8192
+    drain_s: float = 8.0
     capture: bool = True

@@ -59,6 +59,7 @@ class EngineDriver:
     def step(self) -> None:
         self.engine.admit()
         self.engine.step()
+        self.engine.follow()
 
     def run(self, step_limit: int = 5000) -> None:
         """Until nothing is left to do."""

@@ -1,0 +1,161 @@
+"""Following a stream that another engine works on: its state is restored from the tiers into a slot here, as it appears there.
+
+Stage *restore*, ahead of time; on the engine's main thread, a slice between two steps. A hot standby follows what it protects,
+and the target of a migration what is about to move to it. The rows are the other engine's own, read from its lane, so a stream
+that goes on from them goes on bit for bit. A followed slot is room that nobody needed: a sequence that finds no idle slot takes it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from engine import messages as m
+from engine.arena import Arena, Slot
+from engine.restore import Restore, Speeds
+from tiers.layout import RootId
+from tiers.prefix import PrefixFinder
+
+log = structlog.get_logger()
+
+BUSY_SLICE_TOKENS = 64  # between the steps of an engine that serves; an idle one takes all that there is
+LOOK_INTERVAL_S = 0.004  # between two looks for rows that aren't there yet
+
+
+@dataclass(slots=True)
+class Followed:
+    """One stream. The slot holds the state of the first `slot.length` of its `count` tokens."""
+
+    stream: str
+    slot: Slot
+    count: int
+    next_look: float = 0.0
+    caught_up: bool = False
+    told: tuple[int, bool] = (-1, False)
+
+
+@dataclass(slots=True)
+class Follower:
+    """All that one engine follows."""
+
+    arena: Arena
+    root: RootId
+    block_tokens: int
+    speeds: Speeds
+    follows: dict[str, Followed] = field(default_factory=dict)
+    exact: dict[int, int] = field(
+        default_factory=dict
+    )  # slot -> leading tokens whose rows came from the tiers, in idle slots
+    restored_tokens: int = 0
+
+    # ------------------------------------------------------------ messages
+
+    def follow(self, message: m.Follow) -> m.Followed | None:
+        """Begin, or take in more tokens; an answer if that can't be."""
+        tokens = np.frombuffer(message.tokens, "<i4")
+        end = message.start + len(tokens)
+        known = self.follows.get(message.stream)
+        if end > self.arena.context_tokens:
+            self.unfollow(message.stream)
+            return m.Followed(message.stream, 0, refused="too_long")
+        if message.start and (known is None or known.count < message.start):
+            return m.Followed(message.stream, 0, refused="gap")
+        if not message.start:
+            self.unfollow(message.stream)
+            slot = self._slot_for(message, tokens)
+            if slot is None:
+                return m.Followed(message.stream, 0, refused="no_slot")
+            known = self.follows[message.stream] = Followed(message.stream, slot, 0)
+        assert known is not None, "begun above"
+        known.slot.tokens[message.start : end] = tokens
+        known.count, known.caught_up = end, False
+        return None
+
+    def unfollow(self, stream: str) -> None:
+        """Let go of the slot; its state stays."""
+        known = self.follows.pop(stream, None)
+        if known is not None:
+            known.slot.busy = False
+            self.exact[known.slot.index] = known.slot.length
+
+    def claim(self, stream: str) -> None:
+        """The stream was submitted here: its slot is idle again, so that the sequence can go on in it."""
+        self.unfollow(stream)
+
+    def let_go_of(self, session: str) -> None:
+        """A session is parked."""
+        for known in [known for known in self.follows.values() if session and known.slot.session == session]:
+            self.unfollow(known.stream)
+
+    def make_room(self) -> m.Followed | None:
+        """Give up the follow that has least to lose; None if there is none."""
+        known = min(self.follows.values(), key=lambda known: known.slot.length, default=None)
+        if known is None:
+            return None
+        self.unfollow(known.stream)
+        log.info("follow.gave_way", stream=known.stream, position=known.slot.length)
+        return m.Followed(known.stream, 0, refused="no_slot")
+
+    def exact_count(self, slot: Slot) -> int:
+        """Leading tokens of an idle slot whose rows were restored here; computing in it ends that (`used`)."""
+        return min(self.exact.get(slot.index, 0), slot.length)
+
+    def used(self, slot: Slot) -> None:
+        """A sequence takes the slot over."""
+        self.exact.pop(slot.index, None)
+
+    def _slot_for(self, message: m.Follow, tokens: np.ndarray) -> Slot | None:
+        idle = [slot for slot in self.arena.slots if not slot.busy]
+        if not idle:
+            return None
+        slot = max(idle, key=lambda slot: (self._shared(slot, message, tokens), not slot.length, -slot.last_used))
+        slot.length = self._shared(slot, message, tokens)
+        slot.stored = slot.length
+        slot.busy, slot.namespace, slot.session = True, message.namespace, message.session
+        self.exact.pop(slot.index, None)
+        return slot
+
+    def _shared(self, slot: Slot, message: m.Follow, tokens: np.ndarray) -> int:
+        if slot.namespace != message.namespace:
+            return 0
+        return min(self.exact_count(slot), slot.common_prefix(tokens))
+
+    # ------------------------------------------------------------ work
+
+    @property
+    def behind(self) -> bool:
+        """Something may be there to be restored."""
+        return any(known.slot.length < known.count for known in self.follows.values())
+
+    def step(self, finder: PrefixFinder, *, busy: bool) -> list[m.Followed]:
+        """One slice of the follow that has waited longest, and what is new to tell."""
+        now = time.monotonic()
+        due = [k for k in self.follows.values() if k.slot.length < k.count and k.next_look <= now]
+        if due:
+            self._restore(min(due, key=lambda known: known.next_look), finder, busy)
+        return [self._tell(known) for known in self.follows.values() if known.told != _state(known)]
+
+    def _restore(self, known: Followed, finder: PrefixFinder, busy: bool) -> None:
+        slot, start = known.slot, known.slot.length
+        goal = min(known.count, start + BUSY_SLICE_TOKENS) if busy else known.count
+        restore = Restore(self.root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, goal)
+        restore.slice(finder, self.arena, slot, self.speeds)
+        slot.stored = slot.length
+        gained = slot.length - start
+        self.restored_tokens += gained
+        known.caught_up = gained == 0 or slot.length == known.count
+        known.next_look = time.monotonic() + (0.0 if gained else LOOK_INTERVAL_S)
+        if restore.reason:
+            log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=restore.reason)
+            known.next_look += 1.0
+
+    def _tell(self, known: Followed) -> m.Followed:
+        known.told = _state(known)
+        return m.Followed(known.stream, *known.told)
+
+
+def _state(known: Followed) -> tuple[int, bool]:
+    return known.slot.length, known.caught_up
