@@ -114,7 +114,8 @@ class Follower:
         slot = max(idle, key=lambda slot: (self._shared(slot, message, tokens), not slot.length, -slot.last_used))
         slot.length = self._shared(slot, message, tokens)
         slot.stored = slot.length
-        slot.busy, slot.namespace, slot.session = True, message.namespace, message.session
+        slot.busy, slot.captured = True, True
+        slot.namespace, slot.session = message.namespace, message.session
         self.exact.pop(slot.index, None)
         return slot
 

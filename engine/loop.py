@@ -206,6 +206,8 @@ class Engine:
         )
         for sequence in known:
             self._tell_again(sequence)
+        if self.draining_until:
+            self.link.send(m.Draining())
         self.grammars.warm()
         log.info("link.attached", gateway=attach.gateway, streams=len(known))
 

@@ -51,6 +51,8 @@ async def show_metrics(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     metrics.streams_live.set(len(gateway.table.live))
     metrics.streams_waiting.set(gateway.dispatcher.waiting_count())
+    if gateway.dispatcher.standbys is not None:
+        gateway.dispatcher.standbys.unprotected_count()
     return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -136,7 +138,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
     return {
         "id": engine.name,
         "pid": engine.up.pid,
-        "state": engine.state,
+        "state": engine.shown_state,
         "epoch": engine.incarnation,
         "incarnation": engine.incarnation,
         "device": hello.device if hello else None,
@@ -146,5 +148,9 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "context_tokens": hello.context_tokens if hello else None,
         "sessions": sorted({session for session, _ in engine.residents.values() if session}),
         "streams": streams,
+        "following": [
+            {"stream": s.stream, "position": s.position, "for": sorted(s.users), "refused": s.refused or None}
+            for s in engine.followed.values()
+        ],
         "stats": msgspec.to_builtins(engine.stats),
     }

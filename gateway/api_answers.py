@@ -36,7 +36,7 @@ async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_body(request)
     specs, group_spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
-    _check_room(gateway, len(specs))
+    _check_room(gateway, len(specs), len(specs[0].prompt) // 4)
     streams = [gateway.table.open(spec) for spec in specs]
     answered = gateway.groups.open(group_spec, streams) if group_spec else streams[0]
     request[STREAM] = answered.id
@@ -64,13 +64,25 @@ async def _admit(
     return await asyncio.to_thread(gateway.admission.specs, parsed, session)
 
 
-def _check_room(gateway: Gateway, count: int) -> None:
+def _check_room(gateway: Gateway, count: int, prompt_tokens: int) -> None:
     if gateway.draining:
         raise unavailable("the gateway is shutting down; try again at the next one", "draining")
-    waiting, limit = gateway.dispatcher.waiting_count(), gateway.config.gateway.max_waiting
+    dispatcher, settings = gateway.dispatcher, gateway.config.gateway
+    waiting, limit = dispatcher.waiting_count(), settings.max_waiting
     if waiting + count > limit:
-        message = f"{waiting} requests wait already, at most {limit} may (gateway.max_waiting); try again later"
-        raise overloaded(message, gateway.dispatcher.retry_after_s(waiting))
+        raise _no_room(gateway, f"{waiting} requests wait already, at most {limit} may (gateway.max_waiting)", waiting)
+    tokens, token_limit = dispatcher.waiting_tokens(), settings.max_waiting_tokens
+    if tokens + count * prompt_tokens > token_limit and waiting:
+        said = f"requests of {tokens} tokens wait already, at most {token_limit} may (gateway.max_waiting_tokens)"
+        raise _no_room(gateway, said, waiting)
+
+
+def _no_room(gateway: Gateway, said: str, waiting: int) -> ApiError:
+    """Busy engines come to it by themselves (429); without an engine that takes streams somebody has to look (503)."""
+    retry_after_s = gateway.dispatcher.retry_after_s(waiting)
+    if gateway.dispatcher.can_serve:
+        return overloaded(f"{said}; try again later", retry_after_s)
+    return unavailable(f"no engine can serve now, and {said}; see /admin/engines", "no_engine", retry_after_s)
 
 
 class _Waiter:

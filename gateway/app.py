@@ -20,7 +20,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from gateway import api, api_admin, api_answers, api_sessions, api_streams, metrics
+from gateway import api, api_admin, api_answers, api_moves, api_sessions, api_streams, metrics
 from gateway.admit import Admission
 from gateway.api import GATEWAY, Gateway
 from gateway.chat_template import load_chat_template
@@ -164,6 +164,11 @@ def make_app(gateway: Gateway) -> web.Application:
             web.get("/admin/engines", api_admin.admin_engines),
             web.get("/admin/sessions", api_admin.admin_sessions),
             web.post("/admin/sessions/{session}", api_admin.adopt_session),
+            web.post("/admin/sessions/{session}/migrate", api_moves.migrate_session),
+            web.post("/admin/streams/{stream}/migrate", api_moves.migrate_stream),
+            web.post("/admin/engines/{engine}/drain", api_moves.drain_engine),
+            web.delete("/admin/engines/{engine}/drain", api_moves.undrain_engine),
+            web.post("/admin/engines/{engine}/restart", api_moves.restart_engine),
             web.get("/health", api_admin.health),
             web.get("/metrics", api_admin.show_metrics),
         ]

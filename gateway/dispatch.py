@@ -13,23 +13,36 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from engine import messages as m
-from gateway import failover, metrics, placement
+from gateway import failover, following, metrics, placement
 from gateway import journal as j
 from gateway.engine_link import EngineLink
+from gateway.migration import Moves
+from gateway.recovery_pacing import Waiting, in_order, suspects
 from gateway.settings import GatewaySettings
+from gateway.standby import Standbys
 from gateway.streams import Stream, StreamTable
 
 log = structlog.get_logger()
 
 CONNECT_TIMEOUT_S = 5.0
 SETTLE_S = 0.25  # after the host agent answered: engines that are up have been named by then
+DRAIN_LIMIT_S = 60.0  # an engine that drains ends by itself long before
 RESIDENTS_KEPT = 4  # times the slots of an engine: token lists that it may still hold
-SUBMIT_LIMIT = 16  # a stream that loses this many engines in a row without a token is what kills them
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a simulation replaces: the clock, how engines are reached, and whether their processes can be watched."""
+
+    clock: Callable[[], float] = time.monotonic
+    attach: Callable[..., Coroutine[Any, Any, tuple[Any, m.Hello]]] = EngineLink.attach
+    watch_processes: bool = True
 
 
 class Engine:
@@ -48,10 +61,24 @@ class Engine:
         self.link_lost_at = 0.0
         self.pidfd = -1
         self.parks: dict[int, asyncio.Future[m.Parked]] = {}
+        self.followed: dict[str, following.FollowState] = {}
+        self.draining = False  # its streams are to go elsewhere, and nothing new comes
 
     @property
     def ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def placeable(self) -> bool:
+        """It takes streams."""
+        return self.ready and not self.draining
+
+    @property
+    def shown_state(self) -> str:
+        """For people: `state`, or "draining" and, when that is done, "drained"."""
+        if not self.ready or not self.draining:
+            return self.state
+        return "draining" if self.streams else "drained"
 
     @property
     def last_heard(self) -> float:
@@ -73,9 +100,11 @@ class Engine:
         for stream_id in [key for key, (name, _) in self.residents.items() if name == session]:
             del self.residents[stream_id]
 
-    def view(self, tokens: bytes, session: str) -> placement.EngineView:
+    def view(self, tokens: bytes, session: str, stream_id: str = "") -> placement.EngineView:
         """Itself, as placement needs it for one request."""
         prefix = max((placement.common_prefix(tokens, held) for _, held in self.residents.values()), default=0)
+        if stream_id in self.followed:
+            prefix = max(prefix, self.followed[stream_id].position)
         slots = self.hello.slots if self.hello else 1
         return placement.EngineView(
             self.name, len(self.streams), slots, len(self.residents), prefix, self.holds(session)
@@ -93,6 +122,7 @@ class Dispatcher:
         suspect: Callable[[str, int, str], None],
         settled: Callable[[str, int], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        world: World = World(),
     ) -> None:
         self._settings = settings
         self._table = table
@@ -100,11 +130,15 @@ class Dispatcher:
         self._suspect = suspect
         self._suspicion_settled = settled
         self._spawn = spawn
+        self._world = world
         self._park_count = 0
         self.engines: dict[str, Engine] = {}
         self.pending: dict[str, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda stream: None
         self.on_captured: Callable[[Stream], None] = lambda stream: None
+        self.moves = Moves(self)
+        self.standbys = Standbys(self) if settings.failover == "hot" else None
+        self._watchers: list[Moves | Standbys] = [self.moves, *([self.standbys] if self.standbys else [])]
         self._settled = True
         self._engines_changed = asyncio.Event()
 
@@ -112,15 +146,16 @@ class Dispatcher:
 
     def submit(self, stream: Stream) -> None:
         """Place a stream: at once, or as soon as an engine is up."""
-        if stream.end is not None:
-            return
-        tokens = m.pack_tokens(stream.tokens)
-        views = [engine.view(tokens, stream.spec.session) for engine in self._ready()]
-        choice = placement.choose(views, self._settings.spares)
-        if choice is None:
-            self._wait(stream)
+        if stream.end is None:
+            self.pending[stream.id] = stream
+            self._place_pending()
+
+    def give(self, stream: Stream, engine: Engine | None) -> None:
+        """To this engine, whatever else waits; None: to any."""
+        if engine is None or not engine.ready:
+            self.submit(stream)
         else:
-            self._send(stream, self.engines[choice], tokens)
+            self._send(stream, engine, m.pack_tokens(stream.tokens))
 
     def cancel(self, stream: Stream, cause: str) -> None:
         """End a stream between steps; what was delivered stays."""
@@ -137,14 +172,39 @@ class Dispatcher:
         slots = sum(engine.hello.slots for engine in self._ready() if engine.hello) or 1
         return max(1, min(60, 2 * waiting // slots))
 
+    def waiting_tokens(self) -> int:
+        """Their tokens."""
+        return sum(len(stream.tokens) for stream in self._table.live.values() if stream.started is None)
+
     @property
     def can_serve(self) -> bool:
-        return any(True for _ in self._ready())
+        return bool(self.placeable())
 
-    async def park(self, session: str, timeout_s: float) -> list[m.Parked]:
-        """Take a session off every engine that may hold it. Raises TimeoutError."""
+    def placeable(self) -> list[Engine]:
+        """Engines that take streams now."""
+        return [engine for engine in self.engines.values() if engine.placeable]
+
+    def now(self) -> float:
+        """CLOCK_MONOTONIC, or what stands for it in a simulation."""
+        return self._world.clock()
+
+    def set_draining(self, engine: Engine, draining: bool) -> None:
+        """Whether an engine takes streams."""
+        if engine.draining != draining:
+            engine.draining = draining
+            log.info("drain.begun" if draining else "drain.undone", engine=engine.name, streams=len(engine.streams))
+            self._changed(engine)
+            self._place_pending()
+
+    def _changed(self, engine: Engine) -> None:
+        self._engines_changed.set()
+        for watcher in self._watchers:
+            watcher.engine_changed(engine)
+
+    async def park(self, session: str, timeout_s: float, but: str = "") -> list[m.Parked]:
+        """Take a session off every engine that may hold it (all `but` one). Raises TimeoutError."""
         asked = []
-        for engine in list(self._ready()):
+        for engine in [engine for engine in self._ready() if engine.name != but]:
             self._park_count += 1
             future: asyncio.Future[m.Parked] = asyncio.get_running_loop().create_future()
             engine.parks[self._park_count] = future
@@ -192,7 +252,7 @@ class Dispatcher:
         return [engine for engine in self.engines.values() if engine.ready]
 
     def _send(self, stream: Stream, engine: Engine, tokens: bytes) -> None:
-        now = time.monotonic()
+        now = self.now()
         self._stop_waiting(stream)
         stream.resumed = False
         stream.record(j.Placed(stream.epoch + 1, engine.name, engine.incarnation))
@@ -200,6 +260,7 @@ class Dispatcher:
             stream.recovery = stream.recovery.submit(engine.name, now)
         engine.streams[stream.id] = stream
         engine.remember(stream, tokens)
+        following.claimed(engine, stream.id)
         assert engine.link is not None
         engine.link.send(
             m.Submit(
@@ -218,17 +279,24 @@ class Dispatcher:
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
+        for watcher in self._watchers:
+            watcher.placed(stream, engine)
 
     def _wait(self, stream: Stream) -> None:
-        """No engine: wait for one, up to the limit."""
+        """For a place: with no engine up to the limit, with engines that are full as long as it takes."""
         self.pending[stream.id] = stream
-        if stream.timer is None:
+        if self.can_serve:
+            self._stop_timer(stream)
+        elif stream.timer is None:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(self._settings.engine_wait_s, self._give_up, stream)
             log.info("place.waiting", stream=stream.id, limit_s=self._settings.engine_wait_s)
 
     def _stop_waiting(self, stream: Stream) -> None:
         self.pending.pop(stream.id, None)
+        self._stop_timer(stream)
+
+    def _stop_timer(self, stream: Stream) -> None:
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
@@ -247,10 +315,35 @@ class Dispatcher:
             self._end(stream, "error", "error", m.Refused(stream.id, stream.epoch, "no_engine", message))
 
     def _place_pending(self) -> None:
-        if self.can_serve:
-            for stream in list(self.pending.values()):
-                if self._settled or not stream.resumed:
-                    self.submit(stream)
+        """Most urgent first, as far as engines have room; with no engine at all the clocks of the waiting begin to run."""
+        if not self.can_serve:
+            for stream in self.pending.values():
+                self._wait(stream)
+            return
+        for stream_id in self._pending_in_order():
+            waiting = self.pending.get(stream_id)
+            if waiting is not None and not self._place(waiting):
+                return
+
+    def _pending_in_order(self) -> list[str]:
+        return in_order(
+            Waiting(stream.id, order, stream.epoch > 0, stream.token_count > 0, bool(stream.readers))
+            for order, stream in enumerate(self.pending.values())
+            if self._settled or not stream.resumed
+        )
+
+    def _place(self, stream: Stream) -> bool:
+        """False if no engine has room."""
+        if stream.alone and any(s.alone for engine in self.engines.values() for s in engine.streams.values()):
+            return True  # later: one suspect at a time
+        tokens = m.pack_tokens(stream.tokens)
+        views = [engine.view(tokens, stream.spec.session, stream.id) for engine in self.placeable()]
+        choice = placement.choose(views, self._settings.spares)
+        if choice is None:
+            self._wait(stream)
+            return False
+        self._send(stream, self.engines[choice], tokens)
+        return True
 
     # ------------------------------------------------------------ engines come and go
 
@@ -280,17 +373,17 @@ class Dispatcher:
         self._spawn(self._connect(engine))
 
     async def _connect(self, engine: Engine) -> None:
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        deadline = self.now() + CONNECT_TIMEOUT_S
         while engine.state == "connecting":
             try:
-                engine.link, engine.hello = await EngineLink.attach(
+                engine.link, engine.hello = await self._world.attach(
                     engine.up.socket,
                     self._gateway,
                     lambda messages: self._on_messages(engine, messages),
                     lambda reason: self._link_lost(engine, reason),
                 )
             except (OSError, TimeoutError) as error:
-                if time.monotonic() > deadline:
+                if self.now() > deadline:
                     self._link_lost(engine, f"can't attach: {error or type(error).__name__}")
                     return
                 await asyncio.sleep(0.05)
@@ -302,8 +395,8 @@ class Dispatcher:
 
     def _attached(self, engine: Engine, hello: m.Hello) -> None:
         engine.state = "ready"
-        self._engines_changed.set()
-        self._watch_process(engine)
+        if self._world.watch_processes:
+            self._watch_process(engine)
         log.info(
             "place.engine_up", engine=engine.name, incarnation=engine.incarnation, pid=hello.pid, device=hello.device,
             live_streams=len(hello.streams),
@@ -312,6 +405,9 @@ class Dispatcher:
             self._take_over(engine, live)
         assert engine.link is not None
         engine.link.begin()
+        self._changed(engine)
+        for stream in self.pending.values():
+            self._stop_timer(stream)
         self._place_pending()
 
     def _watch_process(self, engine: Engine) -> None:
@@ -352,8 +448,9 @@ class Dispatcher:
         if engine.state not in ("ready", "connecting"):
             return
         engine.state = "lost"
-        self._engines_changed.set()
-        engine.link_lost_at = time.monotonic()
+        engine.link_lost_at = self.now()
+        self._changed(engine)
+        self._place_pending()
         log.warning("recover.link_lost", engine=engine.name, incarnation=engine.incarnation, reason=reason)
         self._suspect(engine.name, engine.incarnation, reason)
 
@@ -362,9 +459,9 @@ class Dispatcher:
         if engine.state == "down":
             return
         engine.state = "down"
-        self._engines_changed.set()
+        self._changed(engine)
         self._suspicion_settled(engine.name, engine.incarnation)
-        now = time.monotonic()
+        now = self.now()
         loss = failover.loss_of(
             engine.name, reason, heard=engine.last_heard or now, link_lost=engine.link_lost_at, told=now,
             detect_ms=detect_ms, fence_ms=fence_ms,
@@ -372,13 +469,39 @@ class Dispatcher:
         self._release(engine)
         streams, engine.streams = list(engine.streams.values()), {}
         engine.residents.clear()
+        following.lost(engine)
         metrics.engine_losses.labels(reason).inc()
         log.warning("recover.engine_down", engine=engine.name, reason=reason, streams=len(streams))
         for stream in streams:
             if stream.end is None:
                 self._begin_recovery(stream, loss)
-        for stream in streams:
-            self.submit(stream)
+        if reason != "exited":
+            self._look_for_poison(streams)
+        self.pending.update({stream.id: stream for stream in streams if stream.end is None})
+        self._place_pending()
+
+    def _look_for_poison(self, streams: list[Stream]) -> None:
+        """A request that engines die of is ended, so that its neighbours go on."""
+        in_flight = [stream for stream in streams if stream.end is None and stream.begun_epoch == stream.epoch]
+        for stream in in_flight:
+            stream.deaths = stream.deaths.another(len(stream.tokens))
+        verdict = suspects([(stream.id, stream.deaths) for stream in in_flight], self._settings.poison_deaths)
+        for stream in in_flight:
+            if stream.id in verdict.poison:
+                self._end_poison(stream)
+            stream.alone = stream.id in verdict.alone
+
+    def _end_poison(self, stream: Stream) -> None:
+        count, position = stream.deaths.count, len(stream.tokens)
+        metrics.poison_requests.inc()
+        log.error(
+            "recover.poison", stream=stream.id, session=stream.spec.session or None, deaths=count, position=position
+        )
+        message = (
+            f"{count} engines died while they computed this request at position {position} (gateway.poison_deaths); "
+            "it is not tried again: change it, and look into the engines' log for the cause"
+        )
+        self._end(stream, "error", "poison", m.Refused(stream.id, stream.epoch, "poison_request", message))
 
     def _release(self, engine: Engine) -> None:
         if engine.link is not None:
@@ -397,10 +520,6 @@ class Dispatcher:
             stream.record(stream.recovery.finish(loss.noticed))
         stream.recovery = failover.Recovering(loss, len(stream.tokens))
         stream.comment(failover.lost_comment(loss, len(stream.tokens)))
-        lost_in_a_row = sum(recovery.position == len(stream.tokens) for recovery in stream.recoveries)
-        if lost_in_a_row >= SUBMIT_LIMIT:
-            message = f"{lost_in_a_row} engines died of this request at position {len(stream.tokens)}"
-            self._end(stream, "error", "error", m.Refused(stream.id, stream.epoch, "failed", message))
 
     # ------------------------------------------------------------ what engines say
 
@@ -431,14 +550,25 @@ class Dispatcher:
                     self._on_forced(stream, message)
             case m.Refused():
                 stream = self._current(engine, message.stream, message.epoch)
-                if stream is not None:
+                if stream is not None and not self.moves.refused(stream, engine):
                     self._end(stream, "error", "error", message)
+            case m.Followed() | m.Released():
+                if isinstance(message, m.Followed):
+                    following.heard(engine, message, self._table.live.get(message.stream))
+                for watcher in self._watchers:
+                    watcher.said(engine, message)
+            case m.Draining():
+                self._spawn(self._drain(engine))
             case m.Parked():
                 future = engine.parks.pop(message.request, None)
                 if future is not None and not future.done():
                     future.set_result(message)
             case m.Stats():
                 engine.stats = message.stats
+
+    async def _drain(self, engine: Engine) -> None:
+        """It was told to end."""
+        await self.moves.drain(engine, "the engine was told to end", DRAIN_LIMIT_S)
 
     def _current(self, engine: Engine, stream_id: str, epoch: int) -> Stream | None:
         """The stream, if this engine works on it under its newest epoch."""
@@ -449,9 +579,10 @@ class Dispatcher:
         stream = self._current(engine, message.stream, message.epoch)
         if stream is None:
             return
+        stream.begun_epoch = stream.epoch
         restored = sum(message.reused.values())
         if stream.recovery is not None:
-            stream.recovery = stream.recovery.start(restored, time.monotonic())
+            stream.recovery = stream.recovery.start(restored, self.now())
         if stream.started is None:
             metrics.verdicts.labels(message.verdict).inc()
             for tier, count in message.reused.items():
@@ -515,8 +646,11 @@ class Dispatcher:
 
     def _deliver(self, stream: Stream, outputs: list[m.Output], finish: str) -> None:
         """Journal, then send."""
-        now = time.monotonic()
+        now = self.now()
         recovered = None
+        stream.alone = False
+        for watcher in self._watchers:
+            watcher.delivered(stream, now)
         if stream.recovery is not None:
             recovered = self._end_recovery(stream, now)
         logprobs: list[m.TokenLogprobs | None] = []
@@ -531,12 +665,19 @@ class Dispatcher:
         metrics.delivered_tokens.inc(len(outputs))
         if recovered is not None:
             stream.comment(failover.recovered_comment(recovered))
+        self._extend_follows(stream)
         if stream.finish:
             if stream.stopped_by_text:
                 self._cancel_at_engine(stream, len(stream.tokens))
             self._end(stream, stream.finish, "stop_string" if stream.stopped_by_text else stream.finish)
         else:
             stream.advance_readers()
+
+    def _extend_follows(self, stream: Stream) -> None:
+        for engine in self.engines.values():
+            state = engine.followed.get(stream.id)
+            if state is not None and engine.ready:
+                following.extend(engine, stream, state)
 
     def _end_recovery(self, stream: Stream, now: float) -> j.Recovery:
         recovery: j.Recovery = stream.recovery.finish(now)
@@ -588,7 +729,10 @@ class Dispatcher:
         self._log_end(stream, cause)
         stream.advance_readers()
         stream.ended.set()
+        for watcher in self._watchers:
+            watcher.ended(stream)
         self.on_end(stream)
+        self._place_pending()
 
     def _log_end(self, stream: Stream, cause: str) -> None:
         now = time.monotonic()

@@ -114,6 +114,22 @@ class Recovery(msgspec.Struct, frozen=True, omit_defaults=True):
     forced_tokens: int = 0
 
 
+class Migration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One move to another engine, written before the target's first token; downtime_ms: from the stop to that token.
+
+    carried  "state" (copied while it went on) or "tokens" (computed again there; reason says why)
+    """
+
+    from_engine: str
+    to_engine: str
+    why: str
+    position: int
+    carried: str
+    reason: str = ""
+    downtime_ms: float = 0.0
+    copied_tokens: int = 0
+
+
 class End(msgspec.Struct, frozen=True, omit_defaults=True):
     """Last record. finish_reason is the client's word; cause is ours (stop, length, cancelled, disconnected, expired, error)."""
 
@@ -150,12 +166,12 @@ class Order(msgspec.Struct, frozen=True):
 
 TYPES: dict[int, type[Any]] = {
     1: StreamSpec, 2: Placed, 3: StartedRecord, 4: Tokens, 5: Recovery, 6: End,
-    7: GroupSpec, 8: Order,
+    7: GroupSpec, 8: Order, 20: Migration,
 }  # fmt: skip
 _NUMBERS = {form: number for number, form in TYPES.items()}
 _DECODERS = {number: msgspec.msgpack.Decoder(form) for number, form in TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
-Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | End | GroupSpec | Order
+Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | Migration | End | GroupSpec | Order
 
 
 def _frame(number: int, body: bytes) -> bytes:

@@ -60,6 +60,12 @@ journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for t
 sessions_known = _gauge("sessions", "Named sessions on record")
 host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")
 engine_losses = _counter("engine_losses", "Engines lost", ("reason",))
+streams_unprotected = _gauge("streams_unprotected", "Live streams that no hot standby follows (policy hot)")
+migrations = _counter("migrations", "Moves of streams to other engines, by how they ended", ("outcome",))
+migration_downtime_s = _histogram(
+    "migration_downtime_seconds", "Stop of the source to the target's first token", _GAP_S
+)
+poison_requests = _counter("poison_requests", "Requests ended because engines died of them")
 engine_hangs = _counter("engine_hangs", "Engines that were hung, by how", ("cause",))
 engine_slow = _counter("engine_slow", "Silences over the bound that were no hang", ("cause",))
 

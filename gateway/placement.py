@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 PREFIX_WORTH_TOKENS = 32  # shorter than a block: nothing that another engine couldn't have at once
+QUEUE_AHEAD = 2  # streams beyond its slots that an engine is given, so that it finds the next one when a slot is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,22 @@ class EngineView:
     resident_prefix: int  # tokens of this request that it may still hold
     holds_session: bool = False
 
+    @property
+    def has_room(self) -> bool:
+        return self.load < self.slots + QUEUE_AHEAD
+
 
 def choose(views: Sequence[EngineView], spares: int) -> str | None:
-    """The engine to submit to, or None if there is none."""
-    if not views:
+    """The engine to submit to, or None if there is none, or none with room."""
+    holder = max(views, key=lambda view: (view.holds_session, view.resident_prefix, -view.load), default=None)
+    if holder is None:
         return None
-    holder = max(views, key=lambda view: (view.holds_session, view.resident_prefix, -view.load))
-    if holder.resident_prefix >= PREFIX_WORTH_TOKENS and (holder.holds_session or holder.load < holder.slots):
+    wanted = holder.has_room if holder.holds_session else holder.load < holder.slots
+    if holder.resident_prefix >= PREFIX_WORTH_TOKENS and wanted:
         return holder.engine
-    active = active_engines(views, spares)
+    active = [view for view in active_engines(views, spares) if view.has_room]
+    if not active:
+        return None
     return min(active, key=lambda view: (view.load, -view.resident_prefix, view.engine)).engine
 
 

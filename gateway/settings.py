@@ -17,6 +17,10 @@ class GatewaySettings:
     keepalive_s           an SSE comment is sent after this long without an event
     resume_grace_s        how long a stream without a client goes on when it is not stored (a restart of the gateway looks like this)
     stream_retention_s    finished streams can be fetched for this long
+    max_waiting_tokens    tokens of the streams that may wait for an engine; a request beyond is refused with 429
+    failover              what stands ready for a lost engine: `cold` nothing (it is started again), `warm` spares with weights loaded,
+                          `hot` spares that also keep the state of live streams on their device
+    poison_deaths         a request that was being computed at so many deaths of engines, without a token between, is ended
     spares                engines kept idle while another one can serve
     default_max_tokens    length of an answer when the request names none; 0 means up to the context
     tool_form             how the model writes tool calls: `hermes`, `llama`, or `auto`, by its chat template
@@ -28,6 +32,9 @@ class GatewaySettings:
     api_key: str = ""
     max_body_bytes: int = 8 << 20
     max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
+    failover: Literal["cold", "warm", "hot"] = "warm"
+    poison_deaths: int = 2
     engine_wait_s: float = 60.0
     keepalive_s: float = 5.0
     resume_grace_s: float = 30.0

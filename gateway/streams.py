@@ -22,6 +22,7 @@ import structlog
 from engine.messages import TokenLogprobs, unpack_tokens
 from gateway import journal as j
 from gateway import metrics
+from gateway.recovery_pacing import Deaths
 from gateway.renderer import Renderer
 from gateway.tokenizer import TextCodec
 from gateway.tool_parser import CallDelta, ToolParser
@@ -71,6 +72,7 @@ class Stream:
         self.engine = ""
         self.started: j.StartedRecord | None = None
         self.recoveries: list[j.Recovery] = []
+        self.migrations: list[j.Migration] = []
         self.finish = ""
         self.end: j.End | None = None
         self.tail = ""  # text that only the end made certain
@@ -92,6 +94,9 @@ class Stream:
         self.prefill_ms = 0.0
         self.recovery: Any = None  # failover.Recovering, while the engine is lost and no token has come since
         self.timer: asyncio.TimerHandle | None = None
+        self.begun_epoch = -1  # the epoch under which an engine was heard to start it
+        self.deaths = Deaths()
+        self.alone = False  # it may be what kills engines: nothing else of that kind is tried beside it
 
     # ------------------------------------------------------------ records
 
@@ -112,6 +117,8 @@ class Stream:
                 self.started = self.started or record
             case j.Recovery():
                 self.recoveries.append(record)
+            case j.Migration():
+                self.migrations.append(record)
             case j.End():
                 self.tail = self._end_text()
                 self.end = record
@@ -219,6 +226,7 @@ class Stream:
                 "prefill_ms": self.prefill_ms,
             },
             "recoveries": [_recovery_view(recovery) for recovery in self.recoveries],
+            "migrations": [_recovery_view(migration) for migration in self.migrations],
             "end": self.end.cause if self.end else None,
         }
 
@@ -240,7 +248,7 @@ class Stream:
             reader.comment(text)
 
 
-def _recovery_view(recovery: j.Recovery) -> dict[str, Any]:
+def _recovery_view(recovery: j.Recovery | j.Migration) -> dict[str, Any]:
     fields = {name: getattr(recovery, name) for name in recovery.__struct_fields__}
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}
 

@@ -91,8 +91,9 @@ class World:
             return False
 
     async def engine(self, name: str, incarnation: int = 1, **options: Any) -> FakeEngine:
-        budget = options.pop("budget", None)
+        budget, root = options.pop("budget", None), options.pop("root", "")
         engine = FakeEngine(name, incarnation, self.directory, **options)
+        engine.root = root or engine.root
         engine.budget = budget
         await engine.start()
         self.engines.append(engine)

@@ -72,7 +72,15 @@ class FakeEngine:
         self.submits: list[m.Submit] = []
         self.cancels: list[m.Cancel] = []
         self.parks: list[m.Park] = []
+        self.follows: dict[str, list[int]] = {}
+        self.follow_refusal = ""
+        self.follow_lag = 0  # tokens that it stays behind
+        self.releases: list[m.Release] = []
+        self.root = ROOT
+        self.slots = 8
+        self.poison: int | None = None  # seed of a request that it dies of when it has started it
         self.dead = False
+        self.stopped = False
         self.host: FakeHost | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -132,6 +140,7 @@ class FakeEngine:
                 if self.refuse is not None:
                     self.send(m.Refused(message.stream, message.epoch, self.refuse.code, self.refuse.message))
                     return
+                self.follows.pop(message.stream, None)
                 self.sequences[message.stream] = FakeSequence(message)
                 self.sequences[message.stream].script = self.script
                 self._work.set()
@@ -140,9 +149,36 @@ class FakeEngine:
                 sequence = self.sequences.get(message.stream)
                 if sequence is not None and sequence.submit.epoch == message.epoch:
                     del self.sequences[message.stream]
+            case m.Follow():
+                self._follow(message)
+            case m.Unfollow():
+                self.follows.pop(message.stream, None)
+            case m.Release():
+                self.releases.append(message)
+                sequence = self.sequences.get(message.stream)
+                known = sequence is not None and sequence.submit.epoch == message.epoch and not sequence.finish
+                position = len(sequence.tokens) - 1 if known and sequence is not None else -1
+                if known:
+                    del self.sequences[message.stream]
+                self.send(m.Released(message.stream, message.epoch, position))
+            case m.Shutdown():
+                self.stopped = True
             case m.Park():
                 self.parks.append(message)
                 self.send(m.Parked(message.request, 1, 42))
+
+    def _follow(self, message: m.Follow) -> None:
+        """As `engine/follow.py`, with tiers that hold everything but `follow_lag` tokens."""
+        if self.follow_refusal:
+            self.send(m.Followed(message.stream, 0, refused=self.follow_refusal))
+            return
+        known = self.follows.get(message.stream)
+        if message.start and (known is None or len(known) < message.start):
+            self.send(m.Followed(message.stream, 0, refused="gap"))
+            return
+        tokens = [*(known or [])[: message.start], *m.unpack_tokens(message.tokens)]
+        self.follows[message.stream] = tokens
+        self.send(m.Followed(message.stream, max(0, len(tokens) - 1 - self.follow_lag), caught_up=True))
 
     def _hello(self) -> None:
         live = [
@@ -154,13 +190,13 @@ class FakeEngine:
                 self.name,
                 self.incarnation,
                 os.getpid(),
-                ROOT,
+                self.root,
                 "tiny",
                 "cpu",
                 "float32",
                 CONTEXT_TOKENS,
                 VOCAB_COUNT,
-                8,
+                self.slots,
                 live,
             )
         )
@@ -188,6 +224,10 @@ class FakeEngine:
         for sequence in active:
             if sequence.started is None:
                 self._start(sequence)
+            if sequence.submit.sampling.seed == self.poison:
+                await asyncio.sleep(0.001)
+                await self.kill()
+                return
             outputs.append(sequence.draw())
         self.send(m.Step(outputs))
         captured = [(s.submit.stream, s.submit.epoch, len(s.tokens) - 1) for s in active]

@@ -35,12 +35,15 @@ def demo_model() -> str:
     return harness.pull_demo_model()
 
 
-def running(model: str | Path, directory: Path, engines: int, **engine: Any) -> Iterator[System]:
+def running(
+    model: str | Path, directory: Path, engines: int, sections: dict[str, Any] | None = None, **engine: Any
+) -> Iterator[System]:
     """A system for as long as the fixture lives; its end is graceful and must leave nothing."""
     settings = {
         "engine": {**harness.ONE_THREAD, **engine},
         "tiers": harness.SMALL_LANES,
         "host": {"restart_backoff_ms": 50, "restart_limit_ms": 200},  # tests kill far more often than life does
+        **(sections or {}),
     }
     system = System(model, directory / "data", engines=engines, settings=settings)
     try:

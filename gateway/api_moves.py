@@ -1,0 +1,114 @@
+"""/admin: move sessions and streams between engines, drain an engine, start it anew. Runs on the event loop; every wait has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from engine import messages as m
+from gateway.api import GATEWAY, Gateway, find_stream, json_response, read_body
+from gateway.dispatch import Engine
+from gateway.errors import ApiError, bad_request, conflict, not_found
+from gateway.migration import Move
+from gateway.openai_schema import check_session_id
+
+MOVE_TIMEOUT_S = 60.0
+
+
+class MoveRequest(msgspec.Struct, forbid_unknown_fields=True):
+    engine: str
+    timeout_s: float = MOVE_TIMEOUT_S
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    timeout_s: float = MOVE_TIMEOUT_S
+
+
+async def migrate_session(request: web.Request) -> web.Response:
+    """Every live stream of a session, or else its idle state, to another engine; the streams go on."""
+    gateway, wish = request.app[GATEWAY], await _body(request, MoveRequest)
+    session = check_session_id(request.match_info["session"])
+    record = gateway.sessions.get(session)
+    if record is None:
+        raise not_found(f"there is no session {session!r}", "session_not_found")
+    target = _engine(gateway, wish.engine)
+    live = [gateway.table.live[stream_id] for stream_id in record.streams if stream_id in gateway.table.live]
+    if not live:
+        if not target.placeable:
+            raise conflict(f"{target.name} takes no streams now (it is {target.shown_state}); choose another engine")
+        tokens = gateway.sessions.tokens(session)
+        outcome = await gateway.dispatcher.moves.move_idle(session, record.namespace, tokens, target, wish.timeout_s)
+        return json_response({"session": session, "to_engine": target.name, "outcome": outcome, "moves": []})
+    moves = [gateway.dispatcher.moves.start(stream, target.name, "asked for") for stream in live]
+    await _wait(moves, wish.timeout_s)
+    outcomes = {move.outcome for move in moves}
+    outcome = outcomes.pop() if len(outcomes) == 1 else "see moves"
+    body = {"session": session, "to_engine": target.name, "outcome": outcome, "moves": [move.view() for move in moves]}
+    return json_response(body, headers={"X-Session-Id": session})
+
+
+async def migrate_stream(request: web.Request) -> web.Response:
+    """One stream, named or not."""
+    gateway, wish = request.app[GATEWAY], await _body(request, MoveRequest)
+    stream = await find_stream(request)
+    move = gateway.dispatcher.moves.start(stream, wish.engine, "asked for")
+    await _wait([move], wish.timeout_s)
+    return json_response(move.view())
+
+
+async def drain_engine(request: web.Request) -> web.Response:
+    """Its streams go elsewhere, and nothing new comes, until `undrain` or its restart."""
+    gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
+    engine = _engine(gateway, request.match_info["engine"])
+    return json_response(await gateway.dispatcher.moves.drain(engine, "drain", wish.timeout_s))
+
+
+async def undrain_engine(request: web.Request) -> web.Response:
+    gateway = request.app[GATEWAY]
+    engine = _engine(gateway, request.match_info["engine"])
+    gateway.dispatcher.set_draining(engine, False)
+    return json_response({"engine": engine.name, "state": engine.shown_state})
+
+
+async def restart_engine(request: web.Request) -> web.Response:
+    """Drain, then end it; the host agent starts the next incarnation. Refused while a stream can't leave it."""
+    gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
+    engine = _engine(gateway, request.match_info["engine"])
+    report = await gateway.dispatcher.moves.drain(engine, "restart", wish.timeout_s)
+    if report["left"]:
+        gateway.dispatcher.set_draining(engine, False)
+        raise conflict(
+            f"{report['left']} streams can't leave {engine.name}: {report['reason']}; it goes on as before. "
+            "Start another engine, or wait for their end"
+        )
+    if engine.link is not None:
+        engine.link.send(m.Shutdown())
+    return json_response({**report, "incarnation": engine.incarnation}, 202)
+
+
+async def _body(request: web.Request, form: type[Any]) -> Any:
+    data = await read_body(request)
+    try:
+        return msgspec.json.decode(data or b"{}", type=form)
+    except msgspec.MsgspecError as error:
+        raise bad_request(f"the body: {error}", code="invalid_body") from error
+
+
+def _engine(gateway: Gateway, name: str) -> Engine:
+    engine = gateway.dispatcher.engines.get(name)
+    if engine is None:
+        raise not_found(f"there is no engine {name!r}; GET /admin/engines lists them", "engine_not_found")
+    if not engine.ready:
+        raise conflict(f"{name} can't be reached now (it is {engine.state}); try again")
+    return engine
+
+
+async def _wait(moves: list[Move], timeout_s: float) -> None:
+    _, waiting = await asyncio.wait([move.done for move in moves], timeout=timeout_s)
+    if waiting:
+        raise ApiError(
+            504, f"the move is not over after {timeout_s:g} s; it goes on, see /admin/engines", code="move_timeout"
+        )

@@ -1,0 +1,101 @@
+"""What engines follow on the gateway's word: streams of other engines whose state they keep on their device. Stage: restore.
+
+Runs on the event loop. Hot standbys and migrations share this: whoever wants a stream followed names itself as a user, and an
+engine follows while it has one. Every delivered token is handed on, so what a recovery or a move still has to restore is
+the last step's rows. Source: `Follow`, `Followed` in engine/messages.py, engine/follow.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+
+from engine import messages as m
+
+if TYPE_CHECKING:
+    from gateway.dispatch import Engine
+    from gateway.streams import Stream
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class FollowState:
+    """One stream at one engine. position: tokens whose state is there."""
+
+    stream: str
+    sent_count: int = 0
+    position: int = 0
+    caught_up: bool = False
+    refused: str = ""
+    users: set[str] = field(default_factory=set)
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # caught up for the first time, or refused
+
+
+def want(engine: Engine, stream: Stream, user: str) -> FollowState:
+    """Have the engine follow the stream."""
+    state = engine.followed.get(stream.id)
+    if state is None or state.refused:
+        users = state.users if state is not None else set()
+        state = engine.followed[stream.id] = FollowState(stream.id, users=users)
+    state.users.add(user)
+    extend(engine, stream, state)
+    return state
+
+
+def extend(engine: Engine, stream: Stream, state: FollowState) -> None:
+    """Hand on the tokens that the engine doesn't know yet."""
+    count = len(stream.tokens)
+    if state.refused or state.sent_count >= count or engine.link is None:
+        return
+    tokens = m.pack_tokens(stream.tokens[state.sent_count :])
+    spec = stream.spec
+    engine.link.send(m.Follow(stream.id, state.sent_count, tokens, spec.namespace, spec.session))
+    state.sent_count, state.caught_up = count, False
+
+
+def drop(engine: Engine, stream_id: str, user: str) -> None:
+    """The user needs it no longer; without users the engine lets go of its slot."""
+    state = engine.followed.get(stream_id)
+    if state is None:
+        return
+    state.users.discard(user)
+    if not state.users:
+        del engine.followed[stream_id]
+        if engine.link is not None and not state.refused:
+            engine.link.send(m.Unfollow(stream_id))
+
+
+def claimed(engine: Engine, stream_id: str) -> None:
+    """The stream was submitted there: the engine itself turned the follow into a sequence."""
+    engine.followed.pop(stream_id, None)
+
+
+def heard(engine: Engine, message: m.Followed, stream: Stream | None) -> None:
+    """What an engine says of a follow."""
+    state = engine.followed.get(message.stream)
+    if state is None:
+        return
+    if message.refused == "gap" and stream is not None:
+        state.sent_count = 0
+        extend(engine, stream, state)
+    elif message.refused:
+        state.refused = message.refused
+        state.over.set()
+        log.info("follow.refused", engine=engine.name, stream=message.stream, why=message.refused)
+    else:
+        state.position = message.position
+        state.caught_up = message.caught_up
+        if state.caught_up:
+            state.over.set()
+
+
+def lost(engine: Engine) -> None:
+    """The engine is gone: nothing is followed there any more."""
+    for state in engine.followed.values():
+        state.refused = state.refused or "lost"
+        state.over.set()
+    engine.followed.clear()

@@ -1,0 +1,282 @@
+"""Streams move between engines while they go on; what refuses or dies on the way leaves them running."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine import messages as m
+from gateway.migration import PRECOPY_LIMIT_S, MoveView, decide
+from tests.gateway.conftest import World, chat
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.test_failover import PROMPT_COUNT, pair
+
+RUNNING = {"answered": True, "followed": 0, "caught_up": False, "refused": "", "carries_state": True}
+UP = {"source_up": True, "target_up": True, "ended": False, "elapsed_s": 1.0, "tokens": 100}
+
+
+def act(**seen: Any) -> str:
+    return decide(MoveView(**{**RUNNING, **UP, **seen}))[0]
+
+
+def test_source_is_stopped_when_little_is_missing() -> None:
+    assert act() == "wait"
+    assert act(followed=95) == "wait"
+    assert act(followed=95, caught_up=True) == "stop"
+    assert act(followed=50, caught_up=True) == "wait", "the capture lags: wait for it"
+    assert act(followed=50, elapsed_s=PRECOPY_LIMIT_S + 1) == "stop"
+
+
+def test_prefill_stops_where_it_is_and_another_form_moves_by_its_tokens() -> None:
+    assert act(answered=False, followed=0, caught_up=True) == "stop"
+    assert act(carries_state=False) == "stop"
+
+
+@pytest.mark.parametrize(
+    "trouble", [{"source_up": False}, {"target_up": False}, {"ended": True}, {"refused": "no_slot"}]
+)
+def test_trouble_before_the_stop_leaves_the_source_alone(trouble: dict[str, Any]) -> None:
+    assert act(followed=99, caught_up=True, **trouble) == "abandon"
+
+
+async def running(world: World, source: FakeEngine, after: int = 4, **more: Any) -> tuple[asyncio.Task[Any], str]:
+    """A stream of which `after` tokens are there and no more come."""
+    source.allow(after)
+    before = len(source.submits)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(**more)))
+
+    async def there() -> bool:
+        return len(source.submits) > before and source.budget == 0
+
+    await world.until(there)
+    await asyncio.sleep(0.02)
+    return task, source.submits[-1].stream
+
+
+async def migrate(world: World, stream: str, engine: str) -> tuple[int, Any]:
+    status, _, body = await world.post(f"/admin/streams/{stream}/migrate", {"engine": engine})
+    return status, body
+
+
+async def test_stream_moves_at_every_token_and_its_client_sees_one_answer(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    want = await world.events("POST", "/v1/chat/completions", chat())
+    for position in range(1, 12):
+        for engine in (source, target):
+            engine.allow(position)
+            engine.submits.clear()
+        task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+        await world.until(lambda: one_of(source, target))
+        if target.submits:
+            source, target = target, source
+        await world.until(lambda: spent(source))
+        await asyncio.sleep(0.02)
+        target.allow(None)
+        status, body = await migrate(world, source.submits[0].stream, target.name)
+        got = await task
+        assert (status, body["outcome"], body["carried"]) == (200, "moved", "state"), body
+        assert got.text == want.text
+        assert got.ids == want.ids
+        (migration,) = got.concordia["migrations"]
+        assert (migration["from_engine"], migration["to_engine"]) == (source.name, target.name)
+        assert migration["position"] == PROMPT_COUNT + position
+        assert not got.concordia["recoveries"]
+        assert target.submits[-1].epoch > source.submits[-1].epoch
+
+
+async def one_of(*engines: FakeEngine) -> bool:
+    return any(engine.submits for engine in engines)
+
+
+async def spent(engine: FakeEngine) -> bool:
+    return engine.budget == 0
+
+
+async def test_named_session_moves_with_its_live_stream(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    task, stream = await running(world, source, session_id="s")
+    status, _, body = await world.post("/admin/sessions/s/migrate", {"engine": "e1"})
+    assert (status, body["outcome"]) == (200, "moved")
+    assert (await task).finish_reason == "length"
+
+
+async def test_idle_session_moves_and_its_next_turn_goes_there(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    long = [{"role": "user", "content": "x" * 100}]
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s", messages=long))
+    status, _, body = await world.post("/admin/sessions/s/migrate", {"engine": "e1"})
+    assert (status, body["outcome"]) == (200, "moved"), body
+    assert source.parks
+    assert not target.parks
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s", messages=long))
+    assert len(target.submits) == 1
+
+
+async def test_target_that_refuses_leaves_the_source_running(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.follow_refusal = "no_slot"
+    task, stream = await running(world, source)
+    status, body = await migrate(world, stream, "e1")
+    assert (status, body["outcome"]) == (200, "target refused: no_slot")
+    assert not source.releases
+    source.allow(None)
+    got = await task
+    assert got.finish_reason == "length"
+    assert len(source.submits) == 1
+
+
+async def test_target_that_refuses_after_the_stop_gives_it_back(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.refuse = m.Refused("", 0, "failed", "no")
+    task, stream = await running(world, source)
+    _, body = await migrate(world, stream, "e1")
+    assert body["outcome"] == "target refused; the source goes on"
+    source.allow(None)
+    got = await task
+    assert got.finish_reason == "length"
+    assert got.ids == list(range(15))
+    assert len(source.submits) == 2
+
+
+async def test_target_that_dies_in_the_copy_leaves_the_source_running(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.follow_lag = 400
+    task, stream = await running(world, source, after=10)
+    move = asyncio.create_task(migrate(world, stream, "e1"))
+    await world.until(lambda: followed(target, stream))
+    await target.kill()
+    _, body = await move
+    assert body["outcome"] == "target lost"
+    source.allow(None)
+    got = await task
+    assert got.ids == list(range(15))
+    assert len(source.submits) == 1
+
+
+async def test_source_that_dies_in_the_copy_is_a_recovery(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.follow_lag = 400
+    task, stream = await running(world, source, after=10)
+    move = asyncio.create_task(migrate(world, stream, "e1"))
+    await world.until(lambda: followed(target, stream))
+    await source.kill()
+    _, body = await move
+    assert body["outcome"] == "source lost"
+    got = await task
+    assert got.ids == list(range(15))
+    assert len(got.concordia["recoveries"]) == 1
+
+
+async def followed(engine: FakeEngine, stream: str) -> bool:
+    return stream in engine.follows
+
+
+async def test_engine_with_another_form_gets_the_tokens_and_the_answer_says_so(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    source = await world.engine("e0")
+    target = await world.engine("e1", root="11" * 16)
+    task, stream = await running(world, source)
+    _, body = await migrate(world, stream, "e1")
+    got = await task
+    assert (body["outcome"], body["carried"]) == ("moved", "tokens")
+    (migration,) = got.concordia["migrations"]
+    assert (migration["carried"], migration["reason"]) == ("tokens", "the engines keep state in another form")
+    assert not target.follows
+
+
+async def test_nonsense_is_refused(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    task, stream = await running(world, source)
+    assert (await migrate(world, stream, "e7"))[0] == 404
+    assert (await migrate(world, stream, "e0"))[0] == 409
+    assert (await world.post("/admin/sessions/none/migrate", {"engine": "e1"}))[0] == 404
+    assert (await world.post("/admin/engines/e9/drain", {}))[0] == 404
+    assert (await world.post(f"/admin/streams/{stream}/migrate", {"motor": "e1"}))[0] == 400
+    source.allow(None)
+    await task
+    assert (await migrate(world, stream, "e1"))[0] == 409
+
+
+async def test_drain_moves_every_stream_and_nothing_new_comes(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    source.allow(2)
+    tasks = [asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=n + 1))) for n in range(6)]
+    await world.until(lambda: submitted(source, 6))
+    status, _, body = await world.post("/admin/engines/e0/drain", {})
+    assert (status, body["moved"], body["left"]) == (200, 6, 0), body
+    for task in tasks:
+        assert (await task).ids == list(range(15))
+    before = len(source.submits)
+    await world.post("/v1/chat/completions", chat(stream=False))
+    assert len(source.submits) == before
+    rows = {row["id"]: row for row in (await world.get("/admin/engines"))["data"]}
+    assert rows["e0"]["state"] == "drained"
+    async with world.http.delete("/admin/engines/e0/drain") as response:
+        assert (await response.json())["state"] == "ready"
+
+
+async def submitted(engine: FakeEngine, count: int) -> bool:
+    return len(engine.submits) >= count
+
+
+async def test_drain_without_another_engine_says_what_is_left(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    source = await world.engine("e0")
+    task, _ = await running(world, source)
+    _, _, body = await world.post("/admin/engines/e0/drain", {"timeout_s": 0.2})
+    assert (body["moved"], body["left"]) == (0, 1)
+    assert "no other engine" in body["reason"]
+    status, _, body = await world.post("/admin/engines/e0/restart", {"timeout_s": 0.2})
+    assert status == 409
+    source.allow(None)
+    assert (await task).finish_reason == "length"
+
+
+async def test_engine_that_is_told_to_end_is_drained_and_a_restart_ends_it(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    task, _ = await running(world, source)
+    source.send(m.Draining())
+    got = await task
+    assert got.concordia["migrations"][0]["why"] == "the engine was told to end"
+    status, _, body = await world.post("/admin/engines/e1/restart", {})
+    assert status == 202
+    await world.until(lambda: stopped(target))
+
+
+async def stopped(engine: FakeEngine) -> bool:
+    return engine.stopped
+
+
+async def test_hot_standby_follows_every_stream_and_takes_over(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, standby = await pair(make_world, failover="hot")
+    task, stream = await running(world, source)
+    await world.until(lambda: follows_all(standby, stream, source))
+    row = next(r for r in (await world.get("/admin/engines"))["data"] if r["id"] == "e1")
+    assert row["following"][0]["for"] == ["standby"]
+    await source.kill()
+    got = await task
+    assert got.ids == list(range(15))
+    assert not standby.follows
+
+
+async def follows_all(standby: FakeEngine, stream: str, source: FakeEngine) -> bool:
+    return len(standby.follows.get(stream, [])) == PROMPT_COUNT + 4
+
+
+async def test_standby_that_comes_back_protects_what_moved(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, standby = await pair(make_world, failover="hot")
+    standby.allow(2)
+    task, stream = await running(world, source)
+    await source.kill()
+    await world.until(lambda: submitted(standby, 1))
+    again = await world.engine("e0", 2)
+    await world.until(lambda: followed(again, stream))
+    standby.allow(None)
+    assert (await task).ids == list(range(15))
+    await world.until(lambda: not_following(again))
+
+
+async def not_following(engine: FakeEngine) -> bool:
+    return not engine.follows

@@ -1,0 +1,208 @@
+"""Live migration, drain and upgrade with real processes: the client's stream goes on, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.driver import System, alive, at_once
+from bench.sse import Answer
+from tests.system import conftest
+from tests.system import harness as h
+
+
+@pytest.fixture(scope="module", params=["warm", "hot"])
+def moving_system(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    """Two engines under each policy that has a second one."""
+    more = {"gateway": {"failover": request.param}}
+    yield from conftest.running(tiny_model, tmp_path_factory.mktemp("moving"), 2, sections=more)
+
+
+@pytest.fixture
+def moving(moving_system: System) -> System:
+    return conftest.settled_or_new(moving_system)
+
+
+def other(system: System, engine: str) -> str:
+    return next(view.id for view in system.ready_engines() if view.id != engine)
+
+
+def migrate(system: System, answer: Answer) -> Any:
+    target = other(system, system.serving_engine(answer.stream_id).id)
+    return system.call("POST", f"/admin/streams/{answer.stream_id}/migrate", {"engine": target})[2]
+
+
+def moves(answer: Answer) -> list[dict[str, Any]]:
+    return list(answer.concordia["migrations"])
+
+
+def wanted(system: System, seed: int, mode: dict[str, Any], tokens: int) -> tuple[dict[str, Any], Answer]:
+    body = h.chat(system, h.prompts(seed=seed, count=1)[0], mode, tokens=tokens)
+    return body, system.stream(h.CHAT, body)
+
+
+@pytest.mark.parametrize("mode", h.MODES)
+def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode: str) -> None:
+    body, want = wanted(moving, 51, h.MODES[mode], 400)
+    results: list[Any] = []
+
+    def watch(answer: Answer) -> None:
+        if len(answer.tokens) % 40 == 20:
+            results.append(migrate(moving, answer))
+
+    got = moving.stream(h.CHAT, body, watch=watch)
+    h.assert_same(got, want, mode)
+    assert len(moves(got)) >= 3, results
+    assert {move["carried"] for move in moves(got)} == {"state"}
+    assert not h.recoveries(got)
+
+
+@pytest.mark.parametrize("victim", ["source", "target", "gateway"])
+def test_tiny_move_while_somebody_is_killed(moving: System, victim: str) -> None:
+    body, want = wanted(moving, 52, h.GREEDY, 300)
+    body = {**body, "store": True}
+    source: list[str] = []
+
+    def move_and_kill(answer: Answer) -> None:
+        source.append(moving.serving_engine(answer.stream_id).id)
+        target = other(moving, source[0])
+        mover = threading.Thread(target=lambda: attempt(moving, answer.stream_id, target))
+        mover.start()
+        moving.signal({"source": source[0], "target": target, "gateway": "gateway"}[victim])
+
+    got = moving.stream(h.CHAT, body, watch=h.after(30, move_and_kill))
+    while not got.done:
+        moving.wait("a gateway", moving.healthy, 30.0)
+        got = moving.resume(got)
+    h.assert_same(got, want, f"{victim} killed during the move")
+
+
+def attempt(system: System, stream_id: str, target: str) -> None:
+    """The move itself may fail with whoever is killed."""
+    try:
+        system.call("POST", f"/admin/streams/{stream_id}/migrate", {"engine": target})
+    except OSError:
+        pass
+
+
+def test_tiny_move_while_the_keeper_stands_still(moving: System) -> None:
+    body, want = wanted(moving, 53, h.GREEDY, 200)
+    keeper = moving.signal("keeper", signal.SIGSTOP)
+    try:
+        got = moving.stream(h.CHAT, body, watch=h.after(40, lambda answer: results.append(migrate(moving, answer))))
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    h.assert_same(got, want, "keeper stopped")
+    assert moves(got), results
+
+
+results: list[Any] = []
+
+
+def streams(system: System, count: int, tokens: int, watch: Callable[[Answer], None] | None = None) -> list[Answer]:
+    texts = h.prompts(seed=54, count=count)
+    bodies = [h.chat(system, text, tokens=tokens) for text in texts]
+    return at_once([lambda body=body: system.stream(h.CHAT, body, watch=watch) for body in bodies])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_tiny_engine_of_many_streams_killed(moving: System, count: int) -> None:
+    want = streams(moving, count, 60)
+    h.settled(moving)
+    killed = threading.Event()
+
+    def kill_once(answer: Answer) -> None:
+        if len(answer.tokens) == 20 and not killed.is_set():
+            killed.set()
+            h.kill_serving(moving, answer.stream_id)
+
+    got = streams(moving, count, 60, kill_once)
+    for before, after in zip(want, got, strict=True):
+        h.assert_same(after, before, f"one of {count}")
+    assert sum(bool(h.recoveries(answer)) for answer in got) >= 1
+
+
+def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
+    want = streams(moving, 6, 250)
+    h.settled(moving)
+    begun = threading.Event()
+    reports: list[Any] = []
+
+    def drain_once(answer: Answer) -> None:
+        if len(answer.tokens) == 20 and not begun.is_set():
+            begun.set()
+            engine = moving.serving_engine(answer.stream_id).id
+            reports.append((engine, moving.call("POST", f"/admin/engines/{engine}/drain", {})[2]))
+
+    got = streams(moving, 6, 250, drain_once)
+    engine, report = reports[0]
+    assert report["left"] == 0, report
+    assert report["moved"] >= 1, report
+    assert moving.call("DELETE", f"/admin/engines/{engine}/drain")[2]["state"] == "ready"
+    for before, after in zip(want, got, strict=True):
+        h.assert_same(after, before, "drained")
+        assert not h.recoveries(after)
+
+
+def test_tiny_engine_told_to_end_leaves_its_streams_to_the_other(moving: System) -> None:
+    body, want = wanted(moving, 55, h.SAMPLED, 400)
+    ended: list[int] = []
+
+    def end(answer: Answer) -> None:
+        ended.append(h.kill_serving(moving, answer.stream_id, signal.SIGTERM))
+
+    got = moving.stream(h.CHAT, body, watch=h.after(30, end))
+    h.assert_same(got, want, "SIGTERM")
+    assert moves(got), got.concordia
+    assert not h.recoveries(got)
+    moving.wait_dead(ended[0])
+
+
+def test_tiny_stopped_engine_that_wakes_up_finds_itself_replaced(moving: System) -> None:
+    """SIGSTOP, failover, SIGCONT: nothing of it reaches anybody."""
+    body, want = wanted(moving, 56, h.GREEDY, 300)
+    stopped: list[int] = []
+
+    def stop(answer: Answer) -> None:
+        stopped.append(h.kill_serving(moving, answer.stream_id, signal.SIGSTOP))
+
+    def wake(answer: Answer) -> None:
+        try:
+            os.kill(stopped[0], signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+
+    first, second = h.after(30, stop), h.after(60, wake)
+    got = moving.stream(h.CHAT, body, watch=lambda answer: (first(answer), second(answer))[0])
+    h.assert_same(got, want, "stopped, replaced, woken")
+    assert [recovery["reason"] for recovery in h.recoveries(got)] == ["hung"]
+    assert not alive(stopped[0])
+
+
+def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
+    want = streams(moving, 16, 150)
+    h.settled(moving)
+    before = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
+    done: list[Any] = []
+    from tests.system.test_supervision import concordia
+
+    upgrader = threading.Thread(
+        target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port)))
+    )
+    upgrader.start()
+    got = streams(moving, 16, 150)
+    upgrader.join(90.0)
+    assert done[0].returncode == 0, done[0].stderr
+    after = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
+    assert all(after[name] > before[name] for name in before)
+    for old, new in zip(want, got, strict=True):
+        h.assert_same(new, old, "upgraded")
+        assert not h.recoveries(new)
