@@ -1,7 +1,8 @@
 """The command `concordia`. Each command reads the configuration, does one thing, and prints for people or, with --json, for programs.
 
 Runs in the foreground process. Results go to stdout, everything else to stderr; OpsError becomes one line and its exit code.
-Commands about what is stored are in `ops/store_commands.py`, those about sessions in `ops/session_commands.py`.
+Commands about what is stored are in `ops/store_commands.py`, those about sessions in `ops/session_commands.py`,
+those about engines in `ops/engine_commands.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from ops import config as configuration
-from ops import session_commands, store_commands
+from ops import engine_commands, session_commands, store_commands
 from ops.config import Config
 from ops.errors import NotRunning
 from ops.flags import (
@@ -38,6 +39,7 @@ _SERVE_FLAGS = (
     setting("engine.dtype", metavar="DTYPE", help="float32, bfloat16, float16 or auto."),
     setting("engine.threads", metavar="N", help="Torch threads of an engine, default cores / engines."),
     setting("engine.slots", metavar="N", help="Sequences resident at once in an engine, default 8."),
+    setting("gateway.failover", metavar="POLICY", help="What stands ready for a lost engine: cold, warm or hot."),
     setting("gateway.spares", metavar="N", help="Engines kept idle while another can serve, default 1."),
     setting("tiers.durability", metavar="MODE", help="process, interval or turn."),
     setting("gateway.api_key", metavar="KEY", help="Key that every request must carry (better: CONCORDIA_API_KEY)."),
@@ -210,7 +212,7 @@ def demo(config: Config, keep_dir: str | None, tokens: int, as_json: bool) -> No
     run(config, Path(keep_dir) if keep_dir else None, tokens, as_json)
 
 
-for command in (*session_commands.COMMANDS, *store_commands.COMMANDS):
+for command in (*session_commands.COMMANDS, *engine_commands.COMMANDS, *store_commands.COMMANDS):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ class Client:
         """Decoded answer. Raises NotRunning or ApiError."""
         return self._ask("GET", path)
 
-    def post(self, path: str, body: Any = None) -> Any:
+    def post(self, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
         """The same with a body."""
-        return self._ask("POST", path, body)
+        return self._ask("POST", path, body, timeout_s)
 
     def delete(self, path: str) -> Any:
         """The same for DELETE."""
@@ -61,12 +61,12 @@ class Client:
         """Path of a session, whatever characters its name has."""
         return f"/v1/sessions/{quote(session, safe='')}"
 
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+    def _ask(self, method: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
         try:
             request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             raise ApiError(error.code, _message(error)) from error

@@ -98,12 +98,19 @@ class Config:
         """Every key with its value, in documentation order."""
         return {key: _get(self, key) for key in all_keys()}
 
+    @property
+    def started_engines(self) -> int:
+        """Engine processes that run: under the policy `cold` no spare does."""
+        if self.gateway.failover != "cold":
+            return self.host.engines
+        return max(1, self.host.engines - self.gateway.spares)
+
     # ------------------------------------------------------------ what the processes get
 
     def engine_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
         """Resolved settings for nursery, engines and keeper. Holds no secret: it may stand on a command line."""
         return {
-            "engine": dataclasses.asdict(self.engine) | {"threads": engine_threads(self.engine, self.host)},
+            "engine": dataclasses.asdict(self.engine) | {"threads": engine_threads(self.engine, self.started_engines)},
             "tiers": dataclasses.asdict(self.tiers),
             "log": dataclasses.asdict(self.log),
             "data_dir": str(self.paths.data_dir),
@@ -114,19 +121,20 @@ class Config:
 
     def host_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
         """The same for the host agent, with its own section."""
-        return self.engine_json(model_dir, model_name) | {"host": dataclasses.asdict(self.host)}
+        host = dataclasses.asdict(self.host) | {"engines": self.started_engines}
+        return self.engine_json(model_dir, model_name) | {"host": host}
 
     def gateway_json(self, model_dir: Path, model_name: str) -> dict[str, Any]:
         """The same for the gateway. Holds the API key: hand it over by a pipe, not on a command line."""
         return self.engine_json(model_dir, model_name) | {
-            "gateway": dataclasses.asdict(self.gateway),
+            "gateway": dataclasses.asdict(self.gateway) | ({"spares": 0} if self.gateway.failover == "cold" else {}),
             "context_tokens": self.engine.context_tokens,
         }
 
 
-def engine_threads(engine: EngineSettings, host: HostSettings) -> int:
+def engine_threads(engine: EngineSettings, engine_count: int) -> int:
     """Torch threads of one engine: what is set, or the cores shared out among the engines."""
-    return engine.threads or max(1, len(os.sched_getaffinity(0)) // host.engines)
+    return engine.threads or max(1, len(os.sched_getaffinity(0)) // engine_count)
 
 
 # ---------------------------------------------------------------- keys and types

@@ -139,7 +139,7 @@ class Supervisor:
         return ", ".join(f"{name} {engine_state(self._paths, name)}" for name in self._engines())
 
     def _engines(self) -> list[str]:
-        return [f"e{index}" for index in range(self.config.host.engines)]
+        return [f"e{index}" for index in range(self.config.started_engines)]
 
 
 def check_port(host: str, port: int) -> None:

@@ -1,0 +1,97 @@
+"""`concordia migrate`, `drain`, `upgrade`: move streams between engines, and replace engines under them. Runs in the command's process."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from ops.config import Config
+from ops.errors import OpsError
+from ops.flags import Command, client_flags, configured, json_flag, print_json
+
+
+@click.command("migrate", cls=Command, exits=(4,))
+@click.argument("session")
+@click.argument("engine")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds to wait for the end of the move."
+)
+@client_flags
+@json_flag
+@configured
+def migrate(config: Config, session: str, engine: str, timeout_s: float, url: str | None, as_json: bool) -> None:
+    """Move a session to another engine: what it answers goes on without a gap, an idle one is taken up there next time.
+
+    Its state is copied while the source goes on. An engine that refuses or dies on the way leaves the session where it is.
+    """
+    from ops.installation import find
+
+    client = find(config, url).need_gateway("moving a session")
+    path = f"/admin/sessions/{quote(session, safe='')}/migrate"
+    answer = client.post(path, {"engine": engine, "timeout_s": timeout_s}, timeout_s=timeout_s + 10)
+    if as_json:
+        print_json(answer)
+    else:
+        for move in answer["moves"]:
+            click.echo(_move_line(move))
+        if not answer["moves"]:
+            click.echo(f"{session}: {answer['outcome']}")
+    if answer["outcome"] != "moved" and answer["moves"]:
+        raise OpsError(f"not moved: {answer['outcome']}")
+
+
+@click.command("drain", cls=Command, exits=(4,))
+@click.argument("engine")
+@click.option("--undo", is_flag=True, help="Let it take streams again.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds to wait for the last stream.")
+@client_flags
+@json_flag
+@configured
+def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | None, as_json: bool) -> None:
+    """Take every stream off an engine, and give it nothing new until `--undo` or its restart. SIGTERM to an engine does it, too."""
+    from ops.installation import find
+
+    client = find(config, url).need_gateway("draining an engine")
+    path = f"/admin/engines/{quote(engine, safe='')}/drain"
+    answer = client.delete(path) if undo else client.post(path, {"timeout_s": timeout_s}, timeout_s=timeout_s + 10)
+    if as_json:
+        print_json(answer)
+    elif undo:
+        click.echo(f"{engine} is {answer['state']}")
+    else:
+        click.echo(f"{engine}: {answer['moved']} streams moved, {answer['left']} left")
+    if answer.get("left"):
+        raise OpsError(f"{answer['left']} streams stay on {engine}: {answer['reason']}")
+
+
+@click.command("upgrade", cls=Command, exits=(4,))
+@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Seconds for each engine.")
+@client_flags
+@json_flag
+@configured
+def upgrade(config: Config, timeout_s: float, url: str | None, as_json: bool) -> None:
+    """Replace every engine by a new process with the code that is installed now, one after the other; no stream breaks.
+
+    Needs at least two engines. The nursery, which holds the old code, is started anew first.
+    """
+    from ops.installation import find
+    from ops.upgrade import replace_all
+
+    here = find(config, url)
+    client = here.need_gateway("an upgrade")
+    report = replace_all(client, here.paths, timeout_s, lambda text: None if as_json else click.echo(text))
+    if as_json:
+        print_json({"object": "list", "data": report})
+
+
+COMMANDS = (migrate, drain, upgrade)
+
+
+def _move_line(move: dict[str, Any]) -> str:
+    said = f"{move['stream']}: {move['from_engine']} -> {move['to_engine']}: {move['outcome']}"
+    if move["outcome"] != "moved":
+        return said
+    reason = f" ({move['reason']})" if move["reason"] else ""
+    return f"{said}, {move['carried']} carried{reason}, stood still for {move['downtime_ms']:.0f} ms"
