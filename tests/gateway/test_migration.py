@@ -68,11 +68,7 @@ async def test_stream_moves_at_every_token_and_its_client_sees_one_answer(make_w
             engine.allow(position)
             engine.submits.clear()
         task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
-        await world.until(lambda: one_of(source, target))
-        if target.submits:
-            source, target = target, source
-        await world.until(lambda: spent(source))
-        await asyncio.sleep(0.02)
+        source, target = await at_work(world, source, target)
         target.allow(None)
         status, body = await migrate(world, source.submits[0].stream, target.name)
         got = await task
@@ -86,12 +82,15 @@ async def test_stream_moves_at_every_token_and_its_client_sees_one_answer(make_w
         assert target.submits[-1].epoch > source.submits[-1].epoch
 
 
-async def one_of(*engines: FakeEngine) -> bool:
-    return any(engine.submits for engine in engines)
+async def at_work(world: World, *engines: FakeEngine) -> tuple[FakeEngine, FakeEngine]:
+    """The engine that was given the stream and has used up its steps, and the other one."""
 
+    async def there() -> bool:
+        return any(engine.submits and engine.budget == 0 for engine in engines)
 
-async def spent(engine: FakeEngine) -> bool:
-    return engine.budget == 0
+    await world.until(there)
+    await asyncio.sleep(0.02)
+    return engines if engines[0].submits else engines[::-1]  # type: ignore[return-value]
 
 
 async def test_named_session_moves_with_its_live_stream(make_world) -> None:  # type: ignore[no-untyped-def]
