@@ -14,6 +14,7 @@ from gateway.dispatch import Engine
 from gateway.errors import ApiError, bad_request, conflict, not_found
 from gateway.migration import Move
 from gateway.openai_schema import check_session_id
+from gateway.streams import Stream
 
 MOVE_TIMEOUT_S = 60.0
 
@@ -51,9 +52,12 @@ async def migrate_session(request: web.Request) -> web.Response:
 
 
 async def migrate_stream(request: web.Request) -> web.Response:
-    """One stream, named or not."""
+    """One stream, named or not. Of a request with several choices, name the choice's own stream."""
     gateway, wish = request.app[GATEWAY], await _body(request, MoveRequest)
     stream = await find_stream(request)
+    if not isinstance(stream, Stream):
+        choices = ", ".join(choice.id for choice in stream.streams)
+        raise conflict(f"{stream.id} has several choices; move them one by one: {choices}")
     move = gateway.dispatcher.moves.start(stream, wish.engine, "asked for")
     await _wait([move], wish.timeout_s)
     return json_response(move.view())
