@@ -20,6 +20,7 @@ from gateway.admit import Admission
 from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
+from gateway.durability import Durability
 from gateway.errors import ApiError, bad_request, not_found, unauthorized
 from gateway.host_link import HostLink
 from gateway.sessions import SessionTable
@@ -45,6 +46,7 @@ class Gateway:
     host: HostLink
     form: EventForm
     group_form: GroupForm
+    durability: Durability
     started_at: float
     draining: bool = False
 

@@ -41,6 +41,7 @@ async def health(request: web.Request) -> web.Response:
         "engines_ready": ready,
         "host_agent": gateway.host.connected,
         "live_streams": len(gateway.table.live),
+        "degraded": gateway.durability.rows(),
         "uptime_s": round(time.time() - gateway.started_at, 1),
         "pid": os.getpid(),
     }
@@ -66,6 +67,7 @@ async def admin_engines(request: web.Request) -> web.Response:
             "host_agent": gateway.host.connected,
             "data_dir": str(paths.data_dir),
             "lane_dir": str(paths.lane_dir),
+            "degraded": gateway.durability.rows(),
             "data": [_engine(engine) for engine in engines],
         }
     )
@@ -74,7 +76,14 @@ async def admin_engines(request: web.Request) -> web.Response:
 async def admin_sessions(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     data = [{**session_view(gateway, record), "streams": record.streams} for record in gateway.sessions.all()]
-    return json_response({"object": "list", "data": data})
+    keeper = gateway.durability.keeper
+    body = {
+        "object": "list",
+        "degraded": gateway.durability.rows(),
+        "keeper": {"up": keeper.up, **keeper.stats},
+        "data": data,
+    }
+    return json_response(body)
 
 
 class Imported(msgspec.Struct, frozen=True):

@@ -72,6 +72,7 @@ async def delete_session(request: web.Request) -> web.Response:
 def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
     """A session, for people and programs."""
     live = _live_streams(gateway, record)
+    tokens = max([record.token_count, *(len(stream.tokens) for stream in live)])
     engines = [
         engine.name for engine in gateway.dispatcher.engines.values() if engine.ready and engine.holds(record.session)
     ]
@@ -83,9 +84,12 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         "created": int(record.created),
         "last_used": int(record.last_used),
         "turns": record.turns,
-        "tokens": max([record.token_count, *(len(stream.tokens) for stream in live)]),
+        "tokens": tokens,
         "captured": record.captured,
         "durable": record.durable,
+        "capture_lag": max(0, tokens - record.captured),
+        "durable_lag": max(0, record.captured - record.durable),
+        "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines),
         "engines": engines,
         "live_streams": [stream.id for stream in live],
     }

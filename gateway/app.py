@@ -27,6 +27,7 @@ from gateway.chat_template import load_chat_template
 from gateway.choices import GroupForm, GroupTable
 from gateway.config import GatewayConfig, is_loopback
 from gateway.dispatch import Dispatcher
+from gateway.durability import Durability
 from gateway.host_link import HostLink
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
@@ -76,6 +77,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
         tasks.spawn(gateway.host.run())
         tasks.spawn(_sweep_forever(gateway))
+        tasks.spawn(gateway.durability.run())
         log.info(
             "gateway.ready",
             host=config.gateway.host,
@@ -117,8 +119,11 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     host.on_news = dispatcher.on_host_news
     groups = GroupTable(config.paths.journal_dir, table)
 
+    durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values)
+
     def stream_ended(stream: Stream) -> None:
         sessions.end_turn(stream)
+        durability.ended(stream)
         groups.choice_ended(stream)
 
     dispatcher.on_end = stream_ended
@@ -137,7 +142,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     )
     form = EventForm(codec)
     gateway = Gateway(
-        config, admission, table, groups, sessions, dispatcher, host, form, GroupForm(form), started_at=time.time()
+        config, admission, table, groups, sessions, dispatcher, host, form, GroupForm(form), durability, started_at=time.time()
     )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
 

@@ -32,7 +32,7 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
 
     token_count   tokens of its longest-lived list, the last turn's
     captured      how far its state is in a lane or further
-    durable       how far it is on disk, as of the last park
+    durable       how far it is on disk, as the keeper last said
     parked        taken off the devices by a park, and not used since
     """
 
@@ -104,6 +104,12 @@ class SessionTable:
         record = self._records.get(stream.spec.session)
         if record is not None:
             record.captured = stream.captured
+
+    def progressed(self, stream: Stream, durable: int) -> None:
+        """How far the latest stream's state is on disk; in memory, since it changes all the time and the store knows it anyway."""
+        record = self._records.get(stream.spec.session)
+        if record is not None and record.streams[-1:] == [stream.id]:
+            record.captured, record.durable = stream.captured, durable
 
     def park(self, session: str, durable: int) -> SessionRecord:
         """Remember that the devices are free of it."""

@@ -73,6 +73,7 @@ class Drain:
         self._dirty: dict[SequenceId, Track] = {}
         self._reported: set[SequenceId] = set()
         self._taken: dict[int, int] = {}  # by lane id: first record that isn't committed; the tail follows after a sync
+        self._synced_positions: dict[SequenceId, int] = {}  # of those that were committed since the last sync
         self._retry_at = 0.0
         self._synced_at = time.monotonic()
         self._checked_at = time.monotonic()
@@ -379,6 +380,8 @@ class Drain:
                 key = group.put_tail(track, sequence, track.position - count, track.tokens[-4 * count :])
                 track.parts[stored:] = [Part(key, count, 0, count)]
                 self.counts["tails_put"] += 1
+            before = group.progress(sequence)
+            self._synced_positions.setdefault(sequence, before.position if before is not None else 0)
             group.put_progress(sequence, track)
         self._dirty.clear()
 
@@ -403,6 +406,7 @@ class Drain:
             raise
         self._synced_at = time.monotonic()
         self._unsynced = False
+        self._synced_positions.clear()
         self._free()
 
     def _check_store(self) -> None:
@@ -449,6 +453,22 @@ class Drain:
         self._unsynced = True
         log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
         return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
+
+    def positions(self, sequences: list[SequenceId]) -> dict[str, tuple[int, int]]:
+        """By sequence (hex): position that is committed, and position that would survive a loss of power.
+
+        Under `process` nothing is synced on purpose, and committed is all that is promised. Unknown sequences are left out.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        promised = self._settings.durability == "process"
+        with self._open_store().snapshot() as view:
+            for sequence in sequences:
+                progress = view.progress(sequence)
+                if progress is not None:
+                    stored = progress.position
+                    synced = stored if promised else self._synced_positions.get(sequence, stored)
+                    found[sequence.hex()] = stored, synced
+        return found
 
     def import_slice(self, request: dict[str, Any]) -> dict[str, Any]:
         """One group commit of an exported file on this machine: {path, session, namespace, offset, index}. Raises BadFile, StoreFailed."""
@@ -698,11 +718,14 @@ class Keeper:
             tokens = np.array(request["tokens"], dtype=np.int32)
             root = RootId(bytes.fromhex(request["root"]))
             return {"deleted": self.drain.forget(root, request["namespace"], tokens, request.get("session", ""))}
+        if op == "positions":
+            sequences = [SequenceId(bytes.fromhex(name)) for name in request["sequences"]]
+            return {"positions": self.drain.positions(sequences)}
         if op == "import":
             return self.drain.import_slice(request)
         if op == "repair":
             return self.drain.repair([(kind, bytes.fromhex(key)) for kind, key in request["damaged"]])
-        raise ValueError(f"unknown op {op!r}; there are drain, stats, forget, import and repair")
+        raise ValueError(f"unknown op {op!r}; there are drain, stats, positions, forget, import and repair")
 
 
 def _take_lock(path: Path) -> TextIO:

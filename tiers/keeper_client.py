@@ -81,6 +81,13 @@ async def astats(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> Ans
     return (await _aask(path, {"op": "stats"}, timeout_s))["stats"]
 
 
+async def apositions(
+    path: str | os.PathLike[str], sequences: list[str], *, timeout_s: float = 5.0
+) -> dict[str, tuple[int, int]]:
+    """(committed, on disk) positions of sequences, by their ids in hex; unknown ones are left out. Raises KeeperAway, StoreFailed."""
+    return (await _aask(path, {"op": "positions", "sequences": sequences}, timeout_s))["positions"]
+
+
 async def aforget(
     path: str | os.PathLike[str],
     root: bytes,

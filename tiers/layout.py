@@ -99,6 +99,12 @@ def chain_root(root: RootId, namespace: str) -> BlockId:
     return BlockId(hashlib.blake2b(root + namespace.encode(), digest_size=16, person=b"concordia-root").digest())
 
 
+def sequence_id(stream: str, epoch: int) -> SequenceId:
+    """Id of one submission of a stream: an epoch's rows are one sequence."""
+    name = f"{stream}:{epoch}".encode()
+    return SequenceId(hashlib.blake2b(name, digest_size=16, person=b"concordia-seqnc").digest())
+
+
 def block_id(parent: BlockId, tokens: np.ndarray | bytes) -> BlockId:
     """Id of the block that holds `tokens` (int32 little-endian) after `parent`."""
     data = tokens if isinstance(tokens, bytes) else np.ascontiguousarray(tokens, dtype="<i4").tobytes()

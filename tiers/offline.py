@@ -93,9 +93,8 @@ def recover(
     sequences = _sequences(paths)
     with offline_drain(paths, settings) as drain:
         progress(0, total)
-        while left := sum(waiting(paths).values()):
-            drain.step()
-            progress(total - left, total)
+        while drain.step():
+            progress(drain.counts["records"], total)
         drain.flush(sync=True)
         found.record_count = drain.counts["records"]
         found.bad_record_count = drain.counts["bad_records"] + drain.counts["bad_blocks"]

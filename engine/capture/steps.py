@@ -7,7 +7,6 @@ sequence's rows to finish a block.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import structlog
 from engine.arena import Arena, Slot
 from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
-from tiers.layout import RootId, SequenceId
+from tiers.layout import RootId, SequenceId, sequence_id
 
 log = structlog.get_logger()
 
@@ -52,8 +51,7 @@ class Capture:
 
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
-        name = f"{stream}:{epoch}".encode()
-        sequence = SequenceId(hashlib.blake2b(name, digest_size=16, person=b"concordia-seqnc").digest())
+        sequence = sequence_id(stream, epoch)
         start = stored // self.block_tokens * self.block_tokens
         return Cursor(sequence, epoch, stream, start, start)
 

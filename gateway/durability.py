@@ -1,0 +1,213 @@
+"""How far every session's state is in a lane and on disk, and what keeps it from getting there. One task on the event loop.
+
+Asks the keeper about once a second, one request for all streams that still grow or whose end isn't on disk yet; a keeper that is away costs
+nothing but the answer. What it learns is in GET /v1/sessions, /admin, /health and the metrics. Source: docs/operations.md, "Degraded".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gateway import metrics
+from gateway.dispatch import Engine
+from gateway.sessions import SessionTable
+from gateway.streams import Stream, StreamTable
+from tiers import keeper_client
+from tiers.errors import TierError
+from tiers.layout import sequence_id
+
+log = structlog.get_logger()
+
+INTERVAL_S = 1.0
+ASK_TIMEOUT_S = 5.0
+ENDED_KEPT_S = 120.0
+STREAMS_A_REQUEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
+
+    state   `keeper_away`, `disk_full`, `map_full`, `store_failing` or `lane_full`
+    since   unix time at which it was first seen
+    """
+
+    state: str
+    since: int
+    reason: str
+    hint: str
+    engine: str = ""
+
+
+HINTS = {
+    "keeper_away": "the host agent restarts it; state stays in the lanes meanwhile",
+    "disk_full": "free disk space or move the data directory; the keeper tries again every second",
+    "map_full": "raise tiers.store_map_bytes and restart, or run `concordia gc` and `concordia compact --shrink`",
+    "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
+    "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
+    "raise tiers.lane_bytes if it happens under normal load",
+}
+
+
+@dataclass(slots=True)
+class Position:
+    """Of one stream: how far its state is committed to the store, and how far that is on the disk."""
+
+    stored: int = 0
+    durable: int = 0
+    epoch: int = 0
+    ended_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Keeper:
+    """The keeper's last answer."""
+
+    up: bool = False
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Durability:
+    """Owner of what is known about durability; `run` is its task."""
+
+    def __init__(
+        self, keeper_socket: Path, table: StreamTable, sessions: SessionTable, engines: Callable[[], Iterable[Engine]]
+    ) -> None:
+        self._socket = keeper_socket
+        self._table = table
+        self._sessions = sessions
+        self._engines = engines
+        self._positions: dict[str, Position] = {}
+        self._ended: dict[str, tuple[Stream, float]] = {}
+        self._since: dict[tuple[str, str], int] = {}
+        self._lane_full: dict[str, int] = {}
+        self._seen_keeper = False
+        self.keeper = Keeper()
+        self.degraded: list[Degraded] = []
+
+    async def run(self) -> None:
+        """Ask, for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def look(self) -> None:
+        """One round: positions, the keeper's state, what is degraded."""
+        streams = self._interesting()
+        names = {sequence_id(stream.id, stream.epoch).hex(): stream for stream in streams.values() if stream.epoch}
+        try:
+            answer = await keeper_client.apositions(self._socket, list(names), timeout_s=ASK_TIMEOUT_S)
+            stats = await keeper_client.astats(self._socket, timeout_s=ASK_TIMEOUT_S)
+        except TierError as error:
+            self.keeper = Keeper(False, self.keeper.stats)
+            reason = str(error)
+        else:
+            self.keeper, self._seen_keeper, reason = Keeper(True, stats), True, ""
+            for name, (stored, durable) in answer.items():
+                if name in names:
+                    self._take(names[name], stored, durable)
+        self._judge(reason)
+        self._measure(streams)
+
+    def ended(self, stream: Stream) -> None:
+        """A stream is finished; its last rows may still be on their way."""
+        if stream.epoch:
+            self._ended[stream.id] = stream, time.monotonic()
+
+    def positions(self, stream: str) -> Position:
+        """What is known of a stream."""
+        return self._positions.get(stream, Position())
+
+    def _interesting(self) -> dict[str, Stream]:
+        now = time.monotonic()
+        for name, (stream, at) in list(self._ended.items()):
+            if now - at > ENDED_KEPT_S or self.positions(name).durable >= max(stream.captured, len(stream.tokens) - 1):
+                del self._ended[name]
+        live = dict(self._table.live)
+        for name in self._positions.keys() - live.keys() - self._ended.keys():
+            del self._positions[name]
+        found = {name: stream for name, (stream, _) in self._ended.items()} | live
+        return dict(list(found.items())[-STREAMS_A_REQUEST:])
+
+    def _take(self, stream: Stream, stored: int, durable: int) -> None:
+        known = self._positions.setdefault(stream.id, Position())
+        known.stored, known.durable, known.epoch = stored, max(durable, 0), stream.epoch
+        stream.captured = max(stream.captured, stored)
+        self._sessions.progressed(stream, known.durable)
+
+    # ------------------------------------------------------------ degraded states
+
+    def _judge(self, away: str) -> None:
+        found = [] if not away or not self._seen_keeper else [("keeper_away", away, "")]
+        failing = self.keeper.stats.get("failing", "") if self.keeper.up else ""
+        if failing:
+            found.append((failing_state(failing), failing, ""))
+        for engine in self._engines():
+            times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
+            if (
+                engine.ready
+                and times > self._lane_full.get(engine.name, times)
+                or (engine.ready and behind and ("lane_full", engine.name) in self._since)
+            ):
+                found.append(
+                    ("lane_full", f"{engine.name}'s lane has no room; {behind} tokens wait on the device", engine.name)
+                )
+            self._lane_full[engine.name] = times
+        self._tell({(state, engine): reason for state, reason, engine in found})
+
+    def _tell(self, found: dict[tuple[str, str], str]) -> None:
+        now = int(time.time())
+        for key in found.keys() - self._since.keys():
+            log.warning("degraded.began", state=key[0], engine=key[1], reason=found[key], hint=HINTS[key[0]])
+        for key in self._since.keys() - found.keys():
+            log.info("degraded.ended", state=key[0], engine=key[1], lasted_s=now - self._since[key])
+        self._since = {key: self._since.get(key, now) for key in found}
+        self.degraded = [
+            Degraded(state, self._since[state, engine], reason, HINTS[state], engine)
+            for (state, engine), reason in sorted(found.items())
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For answers."""
+        return [asdict(row) for row in self.degraded]
+
+    def of_session(self, captured: int, durable: int, tokens: int, engines: list[str]) -> str:
+        """Why a session's state isn't where it should be; "" if nothing is known to hinder it."""
+        for row in self.degraded:
+            if row.state == "lane_full":
+                if row.engine in engines and captured + 1 < tokens:
+                    return row.state
+            elif durable < captured:
+                return row.state
+        return ""
+
+    # ------------------------------------------------------------ metrics
+
+    def _measure(self, streams: dict[str, Stream]) -> None:
+        metrics.keeper_up.set(self.keeper.up)
+        live = [stream for stream in streams.values() if stream.end is None]
+        metrics.capture_lag.set(sum(max(0, len(stream.tokens) - 1 - stream.captured) for stream in live))
+        behind = [max(0, stream.captured - self.positions(name).durable) for name, stream in streams.items()]
+        metrics.durable_lag.set(sum(behind))
+        now = {row.state for row in self.degraded}
+        for state in HINTS:
+            metrics.degraded.labels(state).set(state in now)
+        stats = self.keeper.stats
+        metrics.store_bytes.set(stats.get("store_bytes", 0))
+        metrics.unsynced_ms.set(stats.get("unsynced_ms", 0))
+        for lane, ends in stats.get("lanes", {}).items():
+            metrics.lane_waiting.labels(lane).set(ends["head"] - ends["tail"])
+
+
+def failing_state(reason: str) -> str:
+    """Which of the states the keeper's own words mean."""
+    if "map is full" in reason:
+        return "map_full"
+    return "disk_full" if "disk is full" in reason or "No space left" in reason else "store_failing"
