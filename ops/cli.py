@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -20,7 +19,6 @@ from ops.errors import NotRunning
 from ops.flags import (
     Function,
     Group,
-    client,
     client_flags,
     configured,
     json_flag,
@@ -139,58 +137,21 @@ def config_command(config: Config, as_json: bool) -> None:
 @json_flag
 @configured
 def status(config: Config, url: str | None, as_json: bool) -> None:
-    """Show processes, engines and lanes; from the files in the lane directory where the gateway is down (exit code 4)."""
-    from dataclasses import asdict
+    """Show processes, engines, lanes, sessions' lag, and what is degraded.
 
+    From the files in the lane directory where the gateway is down (exit code 4).
+    """
     from ops import status as local
+    from ops.installation import find
 
-    engines, problem = None, ""
-    try:
-        engines = _engine_rows(client(config, url).get("/admin/engines"))
-    except NotRunning as error:
-        problem = str(error)
-    processes, lanes = local.processes(config.paths), local.lanes(config.paths)
+    here = find(config, url)
+    shown = local.collect(here)
     if as_json:
-        print_json(
-            {
-                "gateway": "down" if problem else "up",
-                "engines": engines,
-                "processes": [asdict(row) for row in processes],
-                "lanes": [asdict(row) for row in lanes],
-                "data_dir": str(config.paths.data_dir),
-                "lane_dir": str(config.paths.lane_dir),
-            }
-        )
+        print_json(local.as_json(shown))
     else:
-        _print_status(config, engines, processes, lanes)
-    if problem:
-        raise NotRunning(problem)
-
-
-def _engine_rows(answer: Any) -> list[dict[str, Any]]:
-    rows = answer if isinstance(answer, list) else answer.get("data", answer.get("engines", []))
-    return [dict(row) for row in rows]
-
-
-def _print_status(config: Config, engines: list[dict[str, Any]] | None, processes: list[Any], lanes: list[Any]) -> None:
-    from ops.show import console, table
-
-    process_columns = ("name", "pid", "state", "incarnation", "last beat ms", "steps")
-    rows = [(row.name, row.pid, row.state, row.incarnation, row.beat_age_ms, row.step_count) for row in processes]
-    console.print(
-        table("processes", process_columns, rows) if rows else f"no process of {config.paths.data_dir} is running"
-    )
-    if engines:
-        columns = [key for key in engines[0] if not isinstance(engines[0][key], dict | list)]
-        console.print()
-        console.print(
-            table("engines, as the gateway sees them", columns, [[row.get(key) for key in columns] for row in engines])
-        )
-    if lanes:
-        console.print()
-        console.print(
-            table("lanes", ("engine", "MiB in use"), [(row.name, f"{row.file_bytes / 2**20:.0f}") for row in lanes])
-        )
+        local.show(shown)
+    if shown.problem:
+        raise NotRunning(shown.problem)
 
 
 # ---------------------------------------------------------------- demo

@@ -39,7 +39,7 @@ def gateway_url(config: Config) -> str:
 class Installation:
     """One data directory and what runs on it.
 
-    gateway  None: none answers, or the one that does serves another data directory (then `foreign` names that)
+    gateway  None: none answers, or the one that does serves another data directory (then `foreign…` is about that)
     owner    `keeper`, `host agent` or "" (nobody: a command may take the keeper's place)
     """
 
@@ -49,6 +49,9 @@ class Installation:
     engines: tuple[dict[str, Any], ...]
     owner: str
     foreign: str = ""
+    foreign_gateway: Client | None = None
+    foreign_engines: tuple[dict[str, Any], ...] = ()
+    foreign_paths: Paths | None = None
 
     @property
     def roots(self) -> dict[str, dict[str, Any]]:
@@ -75,7 +78,7 @@ class Installation:
 
 def find(config: Config, url: str | None = None) -> Installation:
     """Look who is there. Raises ApiError if the gateway wants a key."""
-    paths, foreign = config.paths, ""
+    paths = config.paths
     gateway: Client | None = None
     engines: tuple[dict[str, Any], ...] = ()
     client = Client(url or gateway_url(config), config.gateway.api_key)
@@ -88,8 +91,9 @@ def find(config: Config, url: str | None = None) -> Installation:
         elif config.sources["data_dir"] == "default" and Path(served).is_dir():
             gateway, paths = client, Paths(Path(served), Path(answer["lane_dir"]))
         else:
-            engines, foreign = (), served
-    return Installation(config, paths, gateway, engines, owned(paths), foreign)
+            elsewhere = Paths(Path(served), Path(answer["lane_dir"]))
+            return Installation(config, paths, None, (), owned(paths), served, client, engines, elsewhere)
+    return Installation(config, paths, gateway, engines, owned(paths))
 
 
 def need_data(here: Installation) -> None:

@@ -1,14 +1,21 @@
-"""What runs, seen from the files in the lane directory: works with the gateway down. Reads only; runs in the command's process."""
+"""`concordia status`: what runs, from the gateway and from the files in the lane directory, which work with the gateway down.
+
+Reads only; runs in the command's process (and `engine_state` in `serve`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine import pid_file
 from engine.status_page import StatusPage
 from tiers.paths import Paths
+
+if TYPE_CHECKING:
+    from ops.installation import Installation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,104 @@ def processes(paths: Paths) -> list[ProcessRow]:
 def lanes(paths: Paths) -> list[LaneRow]:
     """Every lane."""
     return [LaneRow(path.stem, path.stat().st_blocks * 512) for path in sorted(paths.lane_dir.glob("*.lane"))]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@dataclass(slots=True)
+class Shown:
+    """All that is shown. problem: why the gateway said nothing; local: whether its directories are on this machine."""
+
+    paths: Paths
+    problem: str = ""
+    local: bool = True
+    engines: list[dict[str, Any]] | None = None
+    degraded: list[dict[str, Any]] = field(default_factory=list)
+    keeper: dict[str, Any] = field(default_factory=dict)
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+    processes: list[ProcessRow] = field(default_factory=list)
+    lanes: list[LaneRow] = field(default_factory=list)
+
+
+def collect(here: Installation) -> Shown:
+    """Ask the gateway, and look at the directories of the installation that it serves (else at those that were named)."""
+    from ops.client import ApiError
+    from ops.errors import NotRunning
+
+    shown = Shown(here.foreign_paths or here.paths)
+    client = here.gateway or here.foreign_gateway
+    if client is None:
+        shown.problem = (
+            f"no gateway of {here.paths.data_dir} answers; start one by `concordia serve`, or name it by --url"
+        )
+    else:
+        shown.engines = [*here.engines, *here.foreign_engines]
+        with contextlib.suppress(ApiError, NotRunning):
+            answer = client.get("/admin/sessions")
+            shown.degraded, shown.keeper = answer.get("degraded", []), answer.get("keeper", {})
+            shown.sessions = answer.get("data", [])
+    shown.local = shown.paths.data_dir.is_dir() or not client
+    if shown.local:
+        shown.processes, shown.lanes = processes(shown.paths), lanes(shown.paths)
+    return shown
+
+
+def lag(shown: Shown) -> dict[str, int]:
+    """Sums over sessions: tokens whose state is in no lane yet, and tokens whose state is captured but not on disk."""
+    live = [row for row in shown.sessions if row.get("state") == "live"]
+    return {
+        "capture_lag": sum(row.get("capture_lag", 0) for row in live),
+        "durable_lag": sum(row.get("durable_lag", 0) for row in shown.sessions),
+    }
+
+
+def as_json(shown: Shown) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "gateway": "down" if shown.problem else "up",
+        "engines": shown.engines,
+        "processes": [asdict(row) for row in shown.processes],
+        "lanes": [asdict(row) for row in shown.lanes],
+        "sessions": {"count": len(shown.sessions), **lag(shown)},
+        "degraded": shown.degraded,
+        "keeper": shown.keeper,
+        "data_dir": str(shown.paths.data_dir),
+        "lane_dir": str(shown.paths.lane_dir),
+    }
+
+
+def show(shown: Shown) -> None:
+    """For people."""
+    from ops.show import console, table
+
+    where = shown.paths.data_dir if shown.local else f"{shown.paths.data_dir} (not on this machine)"
+    console.print(f"data directory {where}", highlight=False)
+    columns = ("name", "pid", "state", "incarnation", "last beat ms", "steps")
+    rows = [(row.name, row.pid, row.state, row.incarnation, row.beat_age_ms, row.step_count) for row in shown.processes]
+    if rows:
+        console.print(table("processes", columns, rows))
+    elif shown.local:
+        console.print("none of its processes is running")
+    if shown.engines:
+        keys = [key for key in shown.engines[0] if not isinstance(shown.engines[0][key], dict | list)]
+        console.print()
+        cells = [[row.get(key) for key in keys] for row in shown.engines]
+        console.print(table("engines, as the gateway sees them", keys, cells))
+    if shown.lanes:
+        waiting = {name: ends["head"] - ends["tail"] for name, ends in shown.keeper.get("lanes", {}).items()}
+        lane_rows = [(row.name, f"{row.file_bytes / 2**20:.0f}", waiting.get(row.name)) for row in shown.lanes]
+        console.print()
+        console.print(table("lanes", ("engine", "MiB in use", "records not freed"), lane_rows))
+    if shown.engines is not None:
+        behind = lag(shown)
+        console.print(
+            f"\n{len(shown.sessions)} sessions; {behind['capture_lag']} tokens wait for a lane, {behind['durable_lag']} for the disk",
+            highlight=False,
+        )
+    for row in shown.degraded:
+        engine = f" ({row['engine']})" if row.get("engine") else ""
+        console.print(f"[red]degraded[/]: {row['state']}{engine}: {row['reason']}. {row['hint']}", highlight=False)
 
 
 def _order(path: Path) -> tuple[int, str]:

@@ -171,6 +171,35 @@ def test_status_shows_what_the_gateway_says(url: str, tmp_path: Path) -> None:
     assert (result.exit_code, shown["gateway"], shown["engines"][0]["id"]) == (0, "up", "e0")
 
 
+def test_status_shows_the_directory_that_the_gateway_serves(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Gateway.answers["/admin/engines"]
+    served = {"data": rows, "data_dir": str(tmp_path / "served"), "lane_dir": str(tmp_path / "lanes")}
+    degraded = {"state": "disk_full", "reason": "the disk is full", "hint": "free some", "engine": ""}
+    monkeypatch.setitem(Gateway.answers, "/admin/engines", served)
+    monkeypatch.setitem(
+        Gateway.answers, "/admin/sessions", {"data": [], "degraded": [degraded], "keeper": {"up": True}}
+    )
+    shown = json.loads(concordia("status", "--json", "--url", url, "--data-dir", str(tmp_path / "other")).stdout)
+    assert shown["data_dir"] == str(tmp_path / "served")
+    assert shown["degraded"] == [degraded]
+    said = concordia("status", "--url", url, "--data-dir", str(tmp_path / "other")).stdout
+    assert "not on this machine" in said and "disk_full" in said
+    refused = concordia("export", "chat", "--url", url, "--data-dir", str(tmp_path / "other"))
+    assert refused.exit_code == 5, "a session of another installation isn't meant"
+
+
+def test_a_refused_serve_leaves_nothing(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = concordia("serve", "--data-dir", str(tmp_path / "new"), "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 5
+    assert not (tmp_path / "new").exists()
+    assert not Paths.at(tmp_path / "new").lane_dir.exists()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

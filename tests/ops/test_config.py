@@ -80,6 +80,9 @@ def test_an_unknown_variable_is_refused_with_the_nearest(data_dir: Path) -> None
     message = refused(data_dir, environment={"CONCORDIA_GATEWAY_PROT": "1"})
     assert "CONCORDIA_GATEWAY_PROT" in message
     assert "did you mean CONCORDIA_GATEWAY_PORT?" in message
+    assert "did you mean CONCORDIA_GATEWAY_PORT?" in refused(data_dir, environment={"CONCORDIA_PROT": "1"})
+    message = refused(data_dir, environment={"CONCORDIA_FOO": "1"})
+    assert "did you mean" not in message and "docs/configuration.md lists all" in message
 
 
 def test_a_wrong_flag_is_refused_by_name(data_dir: Path) -> None:

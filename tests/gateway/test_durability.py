@@ -1,0 +1,137 @@
+"""Captured and durable positions of a session, its lag, and what is said while something keeps state from the disk.
+
+A real keeper works on the gateway's directories; the test writes the lane that a fake engine has none of.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gateway.durability import failing_state
+from tests.gateway.conftest import World
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
+from tiers.lane import LaneWriter
+from tiers.layout import sequence_id
+
+CHAT = "/v1/chat/completions"
+
+
+class KeeperProcess:
+    """`python -m tiers.keeper` on a gateway's directories."""
+
+    def __init__(self, world: World, **settings: Any) -> None:
+        self._world = world
+        self._settings = {"drain_interval_ms": 20, "sync_interval_ms": 20, "block_tokens": BLOCK, **settings}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        paths = self._world.config.paths.make()
+        command = [
+            sys.executable,
+            "-m",
+            "tiers.keeper",
+            "--data-dir",
+            str(paths.data_dir),
+            "--lane-dir",
+            str(paths.lane_dir),
+        ]
+        self._process = subprocess.Popen([*command, "--orphan-s", "0", "--settings-json", json.dumps(self._settings)])
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def keeper(world: World) -> Iterator[KeeperProcess]:
+    process = KeeperProcess(world)
+    yield process
+    process.kill()
+
+
+def body(tokens: int) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens}
+
+
+async def session(world: World, **expected: Any) -> dict[str, Any]:
+    """The session's view once it says what is expected."""
+
+    async def probe() -> dict[str, Any] | None:
+        view = await world.get("/v1/sessions/chat")
+        return view if all(view.get(key) == value for key, value in expected.items()) else None
+
+    return dict(await world.until(probe, 30.0))
+
+
+async def test_durable_follows_captured_without_a_park(world: World, keeper: KeeperProcess) -> None:
+    keeper.start()
+    status, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+    assert status == 200
+    stream = headers["X-Stream-Id"]
+    view = await session(world, turns=1, live_streams=[])
+    count = view["tokens"] - 1  # the last token of an answer is never fed
+    assert (view["captured"], view["durable"], view["durable_lag"]) == (count, 0, count), "the engine says captured"
+
+    lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
+    sequence = sequence_id(stream, 1)
+    tokens = np.arange(count, dtype=np.int32)
+    lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
+    reservation = lane.reserve_rows(LAYOUT, count)
+    np.copyto(reservation.frame, rows(0, tokens))
+    reservation.commit(sequence, 1, 0, tokens)
+    view = await session(world, durable=count)
+    assert (view["captured"], view["capture_lag"], view["durable_lag"], view["degraded"]) == (count, 1, 0, "")
+    listed = await world.get("/admin/sessions")
+    assert listed["keeper"]["up"] and listed["degraded"] == []
+    assert listed["data"][0]["durable"] == count
+    lane.close()
+
+
+async def test_a_keeper_that_went_away_is_seen_everywhere(world: World, keeper: KeeperProcess) -> None:
+    keeper.start()
+
+    async def up() -> bool:
+        return bool((await world.get("/admin/sessions"))["keeper"]["up"])
+
+    await world.until(up, 30.0)
+    keeper.kill()
+
+    async def degraded() -> list[dict[str, Any]]:
+        return list((await world.get("/health"))["degraded"])
+
+    (row,) = await world.until(degraded, 30.0)
+    assert row["state"] == "keeper_away" and row["hint"] and row["since"] > 0
+    assert (await world.get("/admin/engines"))["degraded"] == [row]
+    async with world.http.get("/metrics") as response:
+        text = await response.text()
+    assert 'concordia_degraded{state="keeper_away"} 1.0' in text
+    assert "concordia_keeper_up 0.0" in text
+    assert (await world.post(CHAT, body(3)))[0] == 200, "answers go on"
+    keeper.start()
+
+    async def well() -> bool:
+        return not (await world.get("/health"))["degraded"]
+
+    await world.until(well, 30.0)
+
+
+@pytest.mark.parametrize(
+    "said, state",
+    [
+        ("the disk is full at /x (less than 64 MB are free)", "disk_full"),
+        ("the store can't be used at /x (mdb_txn_commit: No space left on device)", "disk_full"),
+        ("the store's map is full at /x (store_map_bytes is used up)", "map_full"),
+        ("the store can't be used at /x (Input/output error)", "store_failing"),
+    ],
+)
+def test_what_the_keeper_says_has_a_name(said: str, state: str) -> None:
+    assert failing_state(said) == state
