@@ -142,7 +142,17 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     )
     form = EventForm(codec)
     gateway = Gateway(
-        config, admission, table, groups, sessions, dispatcher, host, form, GroupForm(form), durability, started_at=time.time()
+        config,
+        admission,
+        table,
+        groups,
+        sessions,
+        dispatcher,
+        host,
+        form,
+        GroupForm(form),
+        durability,
+        started_at=time.time(),
     )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
 
