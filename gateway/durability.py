@@ -105,7 +105,7 @@ class Durability:
         try:
             answer = await keeper_client.apositions(self._socket, list(names), timeout_s=ASK_TIMEOUT_S)
             stats = await keeper_client.astats(self._socket, timeout_s=ASK_TIMEOUT_S)
-        except TierError as error:
+        except (TierError, ValueError, KeyError) as error:  # away, or of another version
             self.keeper = Keeper(False, self.keeper.stats)
             reason = str(error)
         else:
