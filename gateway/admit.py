@@ -158,6 +158,11 @@ class Admission:
         return min(context, prompt_count + wanted) if wanted else context
 
     @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens that end a message."""
+        return self._facts.stop_tokens
+
+    @property
     def context_tokens(self) -> int:
         """Longest list that an engine takes."""
         return self._limits()[0] or self._facts.context_tokens or 1 << 30

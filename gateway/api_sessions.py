@@ -1,18 +1,21 @@
-"""/v1/sessions: list, show, park and delete named sessions. Runs on the event loop; every wait has a deadline."""
+"""/v1/sessions: list, show, fork, park and delete named sessions. Runs on the event loop; every wait has a deadline."""
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import structlog
 from aiohttp import web
 
-from engine.messages import unpack_tokens
-from gateway.api import GATEWAY, Gateway, json_response
+from engine.messages import pack_tokens, unpack_tokens
+from gateway import metrics
+from gateway.api import GATEWAY, Gateway, json_response, read_body
 from gateway.errors import ApiError, conflict, not_found
+from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
 from gateway.sessions import SessionRecord
-from gateway.streams import Stream
+from gateway.streams import Stream, parse_stream_id
 from tiers import keeper_client
 from tiers.errors import TierError
 
@@ -31,9 +34,44 @@ async def list_sessions(request: web.Request) -> web.Response:
 async def get_session(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     record = _find(request)
-    return json_response(
-        {**session_view(gateway, record), "streams": record.streams}, headers={"X-Session-Id": record.session}
-    )
+    view = {**session_view(gateway, record), "streams": record.streams}
+    if request.query.get("tokens") in ("1", "true"):
+        view["token_ids"] = unpack_tokens(_tokens(gateway, record))
+    return json_response(view, headers={"X-Session-Id": record.session})
+
+
+async def fork_session(request: web.Request) -> web.Response:
+    """A new session that begins as this one does. Nothing is copied: both name the same blocks until they differ."""
+    gateway, record = request.app[GATEWAY], _find(request)
+    wish = parse_fork(await read_body(request))
+    tokens = await _fork_tokens(gateway, record, wish)
+    position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens)
+    name = check_session_id(wish.session_id or f"{record.session[:110]}-fork-{secrets.token_hex(4)}")
+    if gateway.sessions.get(name) is not None:
+        raise conflict(f"there is a session {name!r} already; choose another session_id, or delete it first")
+    fork = gateway.sessions.fork(record.session, name, tokens, position)
+    metrics.sessions_forked.inc()
+    log.info("fork.done", session=record.session, fork=name, position=position)
+    return json_response(session_view(gateway, fork), headers={"X-Session-Id": name})
+
+
+async def _fork_tokens(gateway: Gateway, record: SessionRecord, wish: ForkRequest) -> bytes:
+    """The list to fork: that of the named stream (another choice, an earlier turn), else the session's as it is now."""
+    if not wish.stream:
+        return _tokens(gateway, record)
+    stream_id = parse_stream_id(wish.stream)
+    stream = await gateway.table.fetch(stream_id) if stream_id in record.streams else None
+    if stream is None:
+        raise not_found(
+            f"stream: session {record.session!r} has no stream {wish.stream!r}", "stream_not_found", "stream"
+        )
+    return pack_tokens(stream.tokens)
+
+
+def _tokens(gateway: Gateway, record: SessionRecord) -> bytes:
+    """Its token list, with what it is answering right now."""
+    live = [stream for stream in _live_streams(gateway, record) if stream.spec.session]
+    return pack_tokens(live[-1].tokens) if live else gateway.sessions.tokens(record.session)
 
 
 async def park_session(request: web.Request) -> web.Response:
@@ -58,9 +96,9 @@ async def delete_session(request: web.Request) -> web.Response:
     record = _find(request)
     for stream in _live_streams(gateway, record):
         gateway.dispatcher.cancel(stream, "cancelled")
-    tokens = gateway.sessions.tokens(record.session)
+    tokens, shared = gateway.sessions.tokens(record.session), gateway.sessions.shared_with_relatives(record.session)
     await _free_devices(gateway, record.session)
-    forgotten = await _forget_blocks(gateway, record, tokens)
+    forgotten = await _forget_blocks(gateway, record, tokens, shared)
     await gateway.table.forget(record.streams)
     gateway.sessions.remove(record.session)
     return json_response(
@@ -92,6 +130,8 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines),
         "engines": engines,
         "live_streams": [stream.id for stream in live],
+        "forked_from": record.forked_from or None,
+        "fork_position": record.fork_position or None,
     }
 
 
@@ -128,7 +168,7 @@ async def _drain(gateway: Gateway) -> dict[str, Any]:
         raise ApiError(503, message, code="keeper_unavailable", retry_after_s=2) from error
 
 
-async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes) -> bool:
+async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes, shared: int) -> bool:
     """False if the keeper is away: the blocks stay until they are collected; nobody can name the session any more."""
     roots = {engine.hello.root for engine in gateway.dispatcher.engines.values() if engine.hello}
     try:
@@ -140,6 +180,7 @@ async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes)
                 record.namespace,
                 unpack_tokens(tokens),
                 session=record.session,
+                keep_tokens=shared,
             )
     except (ApiError, TierError) as error:
         log.warning("sessions.forget_failed", session=record.session, error=str(error))

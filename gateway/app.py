@@ -174,6 +174,7 @@ def make_app(gateway: Gateway) -> web.Application:
             web.delete("/v1/streams/{stream}", api_streams.delete_stream),
             web.get("/v1/sessions", api_sessions.list_sessions),
             web.get("/v1/sessions/{session}", api_sessions.get_session),
+            web.post("/v1/sessions/{session}/fork", api_sessions.fork_session),
             web.post("/v1/sessions/{session}/park", api_sessions.park_session),
             web.delete("/v1/sessions/{session}", api_sessions.delete_session),
             web.get("/admin/engines", api_admin.admin_engines),

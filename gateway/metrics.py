@@ -57,6 +57,7 @@ resumed_readers = _counter("resumed_readers", "Reads of a stream by cursor", ("s
 stalled_readers = _counter("stalled_readers", "Times that a client was too slow and its delivery paused")
 journal_write_failures = _counter("journal_write_failures", "Journal writes that the disk refused; tried again later")
 journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for the disk")
+sessions_forked = _counter("sessions_forked", "Forks of sessions")
 sessions_known = _gauge("sessions", "Named sessions on record")
 keeper_up = _gauge("keeper_up", "1 while the keeper answers")
 capture_lag = _gauge("capture_lag_tokens", "Tokens of live streams whose state is not in a lane yet")

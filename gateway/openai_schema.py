@@ -117,7 +117,7 @@ class Wish(msgspec.Struct, frozen=True):
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Bytes -> checked request. Raises ApiError that names the field, or the place of a JSON error."""
-    request = _decode(body, ChatRequest)
+    request = decode(body, ChatRequest)
     _check_common(request)
     if not request.messages:
         raise bad_request("messages: must hold at least one message", "messages")
@@ -133,7 +133,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Bytes -> checked request. Raises ApiError that names the field, or the place of a JSON error."""
-    request = _decode(body, CompletionRequest)
+    request = decode(body, CompletionRequest)
     _check_common(request)
     _check_range("logprobs", request.logprobs, 0, TOP_LOGPROBS_LIMIT)
     _check_range("best_of", request.best_of, 1, CHOICES_LIMIT)
@@ -213,7 +213,7 @@ def check_session_id(session: str) -> str:
 # ---------------------------------------------------------------- decoding
 
 
-def _decode(body: bytes, form: type) -> Any:
+def decode(body: bytes, form: type) -> Any:
     try:
         return msgspec.json.decode(body, type=form)
     except msgspec.ValidationError as error:

@@ -1,14 +1,17 @@
-"""Named sessions: what a client can list, park and delete. DATA/sessions (LMDB), written by the thread `sessions`.
+"""Named sessions: what a client can list, fork, park and delete. DATA/sessions (LMDB), written by the thread `sessions`.
 
 Records live in memory; the thread makes them durable in groups, so the event loop never waits for a disk. A session is
-a name for a token list: losing a record loses no state, since blocks are found by their content.
+a name for a token list: losing a record loses no state, since blocks are found by their content. A fork is a record that
+borrows the beginning of a list which is stored once, under its digest, for as long as a fork borrows it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import structlog
 
 from engine.messages import pack_tokens
 from gateway import metrics
+from gateway.placement import common_prefix
 from gateway.streams import Stream
 
 log = structlog.get_logger()
@@ -34,6 +38,9 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
     captured      how far its state is in a lane or further
     durable       how far it is on disk, as the keeper last said
     parked        taken off the devices by a park, and not used since
+    list_id       digest of the list that a fork borrows the first token_count tokens of, until its first own turn; else empty
+    forked_from, fork_position   what it is a fork of, "" if of nothing
+    family        the session that all of its relatives descend from, "" if it has none
     """
 
     session: str
@@ -46,6 +53,18 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
     captured: int = 0
     durable: int = 0
     parked: bool = False
+    list_id: bytes = b""
+    forked_from: str = ""
+    fork_position: int = 0
+    family: str = ""
+
+    @property
+    def list_key(self) -> bytes:
+        """Where its token list lies in the database `tokens`."""
+        return b"\0" + self.list_id if self.list_id else self.session.encode()
+
+
+Change = tuple[str, bytes, bytes | None]  # database, key, value (None: delete)
 
 
 class SessionTable:
@@ -57,8 +76,9 @@ class SessionTable:
         self._records_db = self._environment.open_db(b"records")
         self._tokens_db = self._environment.open_db(b"tokens")
         self._records = {record.session: record for record in self._load()}
-        self._work: queue.SimpleQueue[tuple[str, bytes | None, bytes | None] | None] = queue.SimpleQueue()
-        self._tokens_waiting: dict[str, bytes] = {}
+        self._work: queue.SimpleQueue[list[Change] | None] = queue.SimpleQueue()
+        self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
+        self._borrowers = Counter(record.list_id for record in self._records.values() if record.list_id)
         self._thread = threading.Thread(target=self._write_loop, name="sessions", daemon=True)
         self._thread.start()
         metrics.sessions_known.set(len(self._records))
@@ -72,10 +92,42 @@ class SessionTable:
 
     def tokens(self, session: str) -> bytes:
         """The last turn's whole token list, packed."""
-        if session in self._tokens_waiting:
-            return self._tokens_waiting[session]
-        with self._environment.begin(db=self._tokens_db) as transaction:
-            return bytes(transaction.get(session.encode()) or b"")
+        record = self._records.get(session)
+        if record is None:
+            return b""
+        held = self._tokens_waiting.get(record.list_key)
+        if held is None:
+            with self._environment.begin(db=self._tokens_db) as transaction:
+                held = bytes(transaction.get(record.list_key) or b"")
+        return held[: 4 * record.token_count]
+
+    def fork(self, source: str, name: str, tokens: bytes, position: int) -> SessionRecord:
+        """A new session that begins with the first `position` of `tokens`, which `source` holds or held. Costs its record."""
+        parent, now = self._records[source], time.time()
+        parent.family = parent.family or source
+        list_id = hashlib.blake2b(tokens, digest_size=16, person=b"concordia-lists").digest()
+        fork = SessionRecord(
+            name, now, now, parent.namespace, token_count=position, list_id=list_id, forked_from=source,
+            fork_position=position, family=parent.family, parked=parent.parked, durable=min(parent.durable, position),
+            captured=min(parent.captured, position),
+        )  # fmt: skip
+        self._records[name] = fork
+        if not self._borrowers[list_id]:
+            self._tokens_waiting[fork.list_key] = tokens
+            self._work.put([("tokens", fork.list_key, tokens)])
+        self._borrowers[list_id] += 1
+        self._put(parent, None)
+        self._put(fork, None)
+        metrics.sessions_known.set(len(self._records))
+        return fork
+
+    def shared_with_relatives(self, session: str) -> int:
+        """How many tokens of its list another session of its family begins with as well."""
+        record, own = self._records[session], self.tokens(session)
+        if not record.family:
+            return 0
+        relatives = [r.session for r in self._records.values() if r.family == record.family and r is not record]
+        return max((common_prefix(own, self.tokens(name)) for name in relatives), default=0)
 
     def begin_turn(self, stream: Stream, others: Sequence[str] = ()) -> None:
         """A request names a session: make or touch its record. `others`: streams of its other choices."""
@@ -97,6 +149,7 @@ class SessionTable:
         if record is not None and stream.token_count:
             record.last_used = time.time()
             record.token_count = len(stream.tokens)
+            self._give_back(record)
             self._put(record, pack_tokens(stream.tokens))
 
     def captured(self, stream: Stream) -> None:
@@ -123,13 +176,16 @@ class SessionTable:
     def adopt(self, record: SessionRecord, tokens: bytes) -> None:
         """Take a session that was imported; its name must be free or its own."""
         self._records[record.session] = record
+        record.list_id = b""
         self._put(record, tokens)
         metrics.sessions_known.set(len(self._records))
 
     def remove(self, session: str) -> None:
-        self._records.pop(session, None)
-        self._tokens_waiting.pop(session, None)
-        self._work.put((session, None, None))
+        record = self._records.pop(session, None)
+        if record is not None:
+            self._give_back(record)
+            self._tokens_waiting.pop(record.list_key, None)
+        self._work.put([("records", session.encode(), None), ("tokens", session.encode(), None)])
         metrics.sessions_known.set(len(self._records))
 
     def close(self) -> None:
@@ -138,12 +194,24 @@ class SessionTable:
         self._thread.join(timeout=10)
         self._environment.close()
 
+    def _give_back(self, record: SessionRecord) -> None:
+        """It borrows a list no longer; the last borrower's goes."""
+        if record.list_id:
+            self._borrowers[record.list_id] -= 1
+            if not self._borrowers[record.list_id]:
+                del self._borrowers[record.list_id]
+                self._tokens_waiting.pop(record.list_key, None)
+                self._work.put([("tokens", record.list_key, None)])
+            record.list_id = b""
+
     # ------------------------------------------------------------ thread
 
     def _put(self, record: SessionRecord, tokens: bytes | None) -> None:
+        changes: list[Change] = [("records", record.session.encode(), msgspec.msgpack.encode(record))]
         if tokens is not None:
-            self._tokens_waiting[record.session] = tokens
-        self._work.put((record.session, msgspec.msgpack.encode(record), tokens))
+            self._tokens_waiting[record.list_key] = tokens
+            changes.append(("tokens", record.list_key, tokens))
+        self._work.put(changes)
 
     def _load(self) -> Iterator[SessionRecord]:
         with self._environment.begin(db=self._records_db) as transaction:
@@ -158,30 +226,25 @@ class SessionTable:
             group = [self._work.get()]
             while not self._work.empty():
                 group.append(self._work.get())
-            self._write([item for item in group if item is not None])
+            self._write([change for item in group if item is not None for change in item])
             if None in group:
                 return
 
-    def _write(self, group: list[tuple[str, bytes | None, bytes | None]]) -> None:
+    def _write(self, changes: list[Change]) -> None:
+        databases = {"records": self._records_db, "tokens": self._tokens_db}
         try:
             with self._environment.begin(write=True) as transaction:
-                for session, record, tokens in group:
-                    self._write_one(transaction, session.encode(), record, tokens)
+                for name, key, value in changes:
+                    if value is None:
+                        transaction.delete(key, db=databases[name])
+                    else:
+                        transaction.put(key, value, db=databases[name])
         except lmdb.Error as error:
             log.error("sessions.write_failed", error=str(error), hint="sessions go on from memory; free disk space")
             return
-        for session, _, tokens in group:
-            if tokens is not None and self._tokens_waiting.get(session) is tokens:
-                self._tokens_waiting.pop(session, None)
-
-    def _write_one(self, transaction: lmdb.Transaction, key: bytes, record: bytes | None, tokens: bytes | None) -> None:
-        if record is None:
-            transaction.delete(key, db=self._records_db)
-            transaction.delete(key, db=self._tokens_db)
-            return
-        transaction.put(key, record, db=self._records_db)
-        if tokens is not None:
-            transaction.put(key, tokens, db=self._tokens_db)
+        for name, key, value in changes:
+            if name == "tokens" and value is not None and self._tokens_waiting.get(key) is value:
+                self._tokens_waiting.pop(key, None)
 
 
 class SessionFile:
@@ -220,16 +283,20 @@ class SessionFile:
         """The last finished turn's whole token list, packed; empty if there is none."""
         if self._environment is None:
             return b""
+        record = self.get(session)
+        if record is None:
+            return b""
         try:
             database = self._database(b"tokens")
         except lmdb.NotFoundError:
             return b""
         with self._environment.begin(db=database) as transaction:
-            return bytes(transaction.get(session.encode()) or b"")
+            return bytes(transaction.get(record.list_key) or b"")[: 4 * record.token_count]
 
     def put(self, record: SessionRecord, tokens: bytes) -> None:
         """Write a record and its tokens, synced."""
         assert self._environment is not None
+        record.list_id = b""
         records, token_lists = self._database(b"records"), self._database(b"tokens")
         with self._environment.begin(write=True) as transaction:
             transaction.put(record.session.encode(), msgspec.msgpack.encode(record), db=records)

@@ -429,8 +429,13 @@ class Drain:
         if self._unsynced and overdue and self._settings.durability != "process":
             self.sync()
 
-    def forget(self, root: RootId, namespace: str, tokens: np.ndarray, session: str = "") -> dict[str, int]:
-        """Delete a token list's state, from its end up to the first block that something else needs as well."""
+    def forget(
+        self, root: RootId, namespace: str, tokens: np.ndarray, session: str = "", keep_tokens: int = 0
+    ) -> dict[str, int]:
+        """Delete a token list's state, from its end up to the first block that something else needs as well.
+
+        keep_tokens  of the list's beginning: what a fork that has computed nothing yet begins with
+        """
         self.flush(sync=False)
         store = self._open_store()
         blocks = tails = points = 0
@@ -441,9 +446,10 @@ class Drain:
                 packed = np.ascontiguousarray(tokens, "<i4").tobytes()
                 size = 4 * info.block_tokens
                 for at in range(len(chain) - 1, -1, -1):
-                    tails += _delete_tails(group, chain[at], packed[at * size :])
-                    points += _delete_points(group, chain[at], packed[at * size :])
-                    if at == 0 or self._in_use(group, chain[at]):
+                    if at * info.block_tokens >= keep_tokens:
+                        tails += _delete_tails(group, chain[at], packed[at * size :])
+                        points += _delete_points(group, chain[at], packed[at * size :])
+                    if at == 0 or (at - 1) * info.block_tokens < keep_tokens or self._in_use(group, chain[at]):
                         break
                     if group.node(chain[at]) is not None:
                         group.delete_block(chain[at - 1], packed[(at - 1) * size : at * size], chain[at])
@@ -717,7 +723,8 @@ class Keeper:
         if op == "forget":
             tokens = np.array(request["tokens"], dtype=np.int32)
             root = RootId(bytes.fromhex(request["root"]))
-            return {"deleted": self.drain.forget(root, request["namespace"], tokens, request.get("session", ""))}
+            session, keep_tokens = request.get("session", ""), request.get("keep_tokens", 0)
+            return {"deleted": self.drain.forget(root, request["namespace"], tokens, session, keep_tokens)}
         if op == "positions":
             sequences = [SequenceId(bytes.fromhex(name)) for name in request["sequences"]]
             return {"positions": self.drain.positions(sequences)}

@@ -38,10 +38,11 @@ def forget(
     tokens: list[int],
     *,
     session: str = "",
+    keep_tokens: int = 0,
     timeout_s: float = 30.0,
 ) -> dict[str, int]:
-    """Delete a token list's stored state where nothing else shares it. Returns counts. Raises KeeperAway, StoreFailed."""
-    return _ask(path, _forget_request(root, namespace, tokens, session), timeout_s)["deleted"]
+    """Delete a list's stored state behind `keep_tokens` where nothing else shares it. Returns counts. Raises KeeperAway, StoreFailed."""
+    return _ask(path, _forget_request(root, namespace, tokens, session, keep_tokens), timeout_s)["deleted"]
 
 
 def import_slice(
@@ -95,14 +96,18 @@ async def aforget(
     tokens: list[int],
     *,
     session: str = "",
+    keep_tokens: int = 0,
     timeout_s: float = 30.0,
 ) -> dict[str, int]:
     """`forget` for an event loop."""
-    return (await _aask(path, _forget_request(root, namespace, tokens, session), timeout_s))["deleted"]
+    return (await _aask(path, _forget_request(root, namespace, tokens, session, keep_tokens), timeout_s))["deleted"]
 
 
-def _forget_request(root: bytes, namespace: str, tokens: list[int], session: str) -> dict[str, Any]:
-    return {"op": "forget", "root": root.hex(), "namespace": namespace, "tokens": list(tokens), "session": session}
+def _forget_request(root: bytes, namespace: str, tokens: list[int], session: str, keep_tokens: int) -> dict[str, Any]:
+    return {
+        "op": "forget", "root": root.hex(), "namespace": namespace, "tokens": list(tokens), "session": session,
+        "keep_tokens": keep_tokens,
+    }  # fmt: skip
 
 
 def _ask(path: str | os.PathLike[str], request: dict[str, Any], timeout_s: float) -> Answer:
