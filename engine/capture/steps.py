@@ -63,7 +63,7 @@ class Capture:
         try:
             self._open(cursor, slot)
             while cursor.position < slot.length:
-                self._append(cursor, slot, min(slot.length, cursor.position + _RECORD_TOKENS))
+                self._append(cursor, slot, min(slot.length, cursor.position + self._record_tokens()))
         except LaneFull:
             self.lane_full += 1
             if self.lane_full == 1 or self.lane_full % 1000 == 0:
@@ -81,6 +81,11 @@ class Capture:
                 cursor.closed = True
             except LaneFull:
                 self.lane_full += 1
+
+    def _record_tokens(self) -> int:
+        """Tokens of one record at most: a small lane must take several, or a full one would never have room again."""
+        quarter = self.lane.lane_bytes // 4
+        return max(1, min(_RECORD_TOKENS, quarter // max(1, self.arena.layout.token_bytes)))
 
     def _open(self, cursor: Cursor, slot: Slot) -> None:
         if cursor.opened:

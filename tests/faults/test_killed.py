@@ -77,9 +77,7 @@ def roomy(world: World) -> World:
     "name, count",
     [(name, count) for name in DRAIN_POINTS for count in ((1, 3) if name.split(".")[1] in ("put", "seal") else (1,))],
 )
-def test_killed_keeper(
-    name: str, count: int, world: World, processes: Processes, undisturbed: dict[str, int]
-) -> None:
+def test_killed_keeper(name: str, count: int, world: World, processes: Processes, undisturbed: dict[str, int]) -> None:
     world = roomy(world)
     capture_all(world)
     keeper = processes.keeper(world, failpoint=f"{name}:{count}")
