@@ -1,0 +1,105 @@
+"""Devices under test: host memory, the kernels' source on this CPU by every way to launch, and CUDA where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.capture.executor import Executor, ExecutorOptions
+from engine.capture.handlers import HandlerDevice
+from engine.capture.kernel_device import KernelDevice
+from engine.capture.launch import ExecutorLaunch, GraphLaunch, Launcher, SideStream
+from engine.capture.plain import PlainDevice
+from engine.capture.regions import Memory, memory_of
+from tests.engine.capture.shim_driver import ShimDriver
+
+LAUNCHERS: dict[str, Callable[[Any], Launcher]] = {
+    "stream": SideStream,
+    "graph": GraphLaunch,
+    "executor": lambda driver: ExecutorLaunch(Executor(driver, ExecutorOptions(capacity=8, threads=64))),
+}
+SHIM = [f"shim/{name}" for name in LAUNCHERS]
+CUDA = [pytest.param(f"cuda/{name}", marks=pytest.mark.gpu) for name in LAUNCHERS]
+
+
+@dataclass
+class Bench:
+    """A device, and arrays in its memory: `put` makes one, `get` and `set` read and write it behind the device's back."""
+
+    device: HandlerDevice
+    put: Callable[[np.ndarray], Any]
+    get: Callable[[Any], np.ndarray]
+    set: Callable[[Any, np.ndarray], None]
+
+    def memory(self, array: Any) -> Memory:
+        return memory_of(array)
+
+
+@pytest.fixture(scope="session")
+def shim_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this run keeps its compiled shims."""
+    return tmp_path_factory.mktemp("shim")
+
+
+@pytest.fixture
+def shim_driver(shim_directory: Path) -> ShimDriver:
+    return ShimDriver(shim_directory)
+
+
+def aligned_array(data: np.ndarray, quantum: int = 256) -> np.ndarray:
+    """A copy that begins at a multiple of `quantum`."""
+    whole = np.empty(data.nbytes + quantum, dtype=np.uint8)
+    start = -whole.ctypes.data % quantum
+    copy = whole[start : start + data.nbytes].view(data.dtype).reshape(data.shape)
+    copy[...] = data
+    return copy
+
+
+def assign(array: Any, data: np.ndarray) -> None:
+    array[...] = data
+
+
+def host_bench(device: HandlerDevice) -> Bench:
+    return Bench(device, aligned_array, np.array, assign)
+
+
+@pytest.fixture(params=["cpu", *SHIM, *CUDA])
+def bench(request: pytest.FixtureRequest, shim_directory: Path) -> Iterator[Bench]:
+    """Every device of the contract."""
+    kind, _, way = request.param.partition("/")
+    if kind == "cpu":
+        made = host_bench(PlainDevice(seed=11))
+    elif kind == "shim":
+        driver = ShimDriver(shim_directory)
+        made = host_bench(KernelDevice(driver, LAUNCHERS[way](driver), seed=11))
+    else:
+        made = cuda_bench(way)
+    yield made
+    made.device.close()
+
+
+def cuda_bench(way: str) -> Bench:
+    """A CUDA device; skips with the reason where there is none."""
+    from engine.capture.cuda_driver import CudaDriver
+    from engine.capture.errors import CaptureError
+
+    try:
+        driver = CudaDriver()
+    except CaptureError as error:
+        pytest.skip(str(error))
+    import torch
+
+    def put(data: np.ndarray) -> Any:
+        return torch.from_numpy(data.copy()).to("cuda")
+
+    def put_back(array: Any, data: np.ndarray) -> None:
+        array.copy_(torch.from_numpy(np.ascontiguousarray(data)))
+
+    return Bench(
+        KernelDevice(driver, LAUNCHERS[way](driver), seed=11), put, lambda array: array.cpu().numpy(), put_back
+    )
