@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.capture.hashing import page_hashes
 from engine.capture.handlers import RowRange
+from engine.capture.hashing import page_hashes
 from engine.capture.plain import PlainDevice
 from engine.capture.regions import memory_of
 from engine.capture.source import RowGroup, RowShape, StatePart, StateShape
