@@ -18,8 +18,8 @@ from ops import config as configuration
 from ops import log
 from ops.client import Client
 from ops.config import Config
-from ops.errors import OpsError, StateRefused
-from tiers.errors import TierError
+from ops.errors import BadData, ModelError, OpsError, StateRefused
+from tiers.errors import Lost, OtherModel, StoreBusy, TierError
 
 EXITS = {
     0: "done",
@@ -65,12 +65,21 @@ class Group(click.Group):
             ctx.exit(error.exit_code)
         except TierError as error:
             click.echo(f"concordia: {error}", err=True)
-            ctx.exit(1)
+            ctx.exit(tier_exit_code(error))
         except KeyboardInterrupt:
             ctx.exit(130)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
+
+
+def tier_exit_code(error: TierError) -> int:
+    """Exit code of an error that a command didn't expect."""
+    if isinstance(error, StoreBusy):
+        return StateRefused.exit_code
+    if isinstance(error, OtherModel):
+        return ModelError.exit_code
+    return BadData.exit_code if isinstance(error, Lost) else OpsError.exit_code
 
 
 def setting(key: str, flag: str = "", **more: Any) -> Callable[[Function], Function]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -12,6 +17,8 @@ import pytest
 
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, some_tokens
+from tiers import keeper_client
+from tiers.errors import KeeperAway
 from tiers.lane import LaneReader, data_offset
 from tiers.offline import keeper_lock
 from tiers.repair import ASIDE
@@ -229,3 +236,61 @@ def test_inspect_of_what_is_not_there(place: Place) -> None:
     flip(place.paths.lane("e0"), 3)
     place.run("inspect", "e0")
     assert place.run("inspect", "e0").exit_code == 6
+
+
+# ---------------------------------------------------------------- beside a running keeper
+
+
+@pytest.fixture
+def keeper(place: Place) -> Iterator[Callable[[], None]]:
+    """Starts `python -m tiers.keeper` on the place, and waits until it answers."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        where = ["--data-dir", str(place.paths.data_dir), "--lane-dir", str(place.paths.lane_dir)]
+        fields = json.dumps({"block_tokens": BLOCK, "store_map_bytes": place.world.settings.store_map_bytes})
+        command = [sys.executable, "-m", "tiers.keeper", *where, "--orphan-s", "0", "--settings-json", fields]
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                keeper_client.stats(place.paths.keeper_socket)
+                return
+            except KeeperAway:
+                assert time.monotonic() < deadline, "the keeper does not start"
+                time.sleep(0.02)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_running_keeper_recovers_and_repairs_on_request(place: Place, keeper: Callable[[], None]) -> None:
+    place.session("chat", TOKENS)
+    damage_block(place, 2)
+    keeper()
+    assert place.json("recover")["by"] == "keeper"
+    assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["block"]
+    done = place.json("repair", "--yes")
+    assert (done["dropped"], len(done["kept_aside"])) == (1, 1)
+    assert [(row["session"], row["token_start"], row["token_end"]) for row in done["recompute"]] == [("chat", 16, 43)]
+    assert place.json("verify")["ok"]
+    lane = place.world.lane()
+    place.world.capture(lane, "again", TOKENS, [43], session="chat")
+    lane.close()
+    assert place.json("recover")["by"] == "keeper"
+    assert place.world.restorable(TOKENS) == 43, "what was dropped is stored again when it is computed again"
+
+
+def test_what_a_command_may_not_do_beside_a_keeper_is_refused(
+    place: Place, keeper: Callable[[], None], tmp_path: Path
+) -> None:
+    place.session("chat", TOKENS)
+    keeper()
+    assert place.run("backup", str(tmp_path / "backup")).exit_code == 0
+    assert "served" in place.refused(5, "restore", str(tmp_path / "backup"), "--replace", "--yes")
+    assert place.run("export", "chat", "-o", str(tmp_path / "f")).exit_code == 0
+    said = place.refused(4, "import", str(tmp_path / "f"), "--as", "copy")
+    assert "needs the gateway" in said, "the gateway keeps sessions in memory"
+    assert place.refused(5, "sessions", "rm", "chat", "--yes")

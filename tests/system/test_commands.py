@@ -1,0 +1,176 @@
+"""The operator's commands on real systems: a session moves in a file, a backup is made while answers stream, lanes are drained by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.driver import System
+from tests.system import harness as h
+
+SETTINGS = {"engine": h.ONE_THREAD, "tiers": h.SMALL_LANES, "host": {"nursery": False}}
+
+
+def concordia(system: System, *arguments: str, code: int = 0) -> Any:
+    """`concordia ARGUMENTS --json` about one system, told nothing but its data directory; its JSON."""
+    command = [str(Path(sys.executable).with_name("concordia")), *arguments, "--json"]
+    command += ["--data-dir", str(system.paths.data_dir)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return json.loads(done.stdout) if done.stdout else done.stderr
+
+
+def random_prompt(seed: int, count: int = 200) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 512) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(tiny_model, tmp_path_factory.mktemp("source") / "data", engines=1, settings=SETTINGS)
+    try:
+        yield system.start()
+    finally:
+        system.close()
+
+
+@pytest.fixture
+def target(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
+    system = System(tiny_model, tmp_path / "target", engines=1, settings=SETTINGS)
+    try:
+        yield system
+    finally:
+        system.close()
+
+
+def turn(system: System, session: str, tokens: list[int], count: int = 16) -> Any:
+    answer = system.stream(h.COMPLETIONS, h.completion(system, tokens, tokens=count), headers={"X-Session-Id": session})
+    h.assert_whole(answer)
+    return answer
+
+
+@pytest.mark.timeout(240)
+def test_tiny_a_session_moves_in_a_file_and_its_next_turn_finds_its_tokens(
+    source: System, target: System, tmp_path: Path
+) -> None:
+    prompt = random_prompt(1)
+    turn(source, "moving", prompt)
+    file = tmp_path / "moving.concordia"
+    row = concordia(source, "export", "moving", "-o", str(file))
+    assert row["tokens"] == len(prompt) + 16 and row["position"] == row["tokens"] - 1
+    assert concordia(target.start(), "import", str(file))["position"] == row["position"]
+    view = target.get("/v1/sessions/moving")
+    assert (view["state"], view["tokens"], view["durable"], view["durable_lag"]) == (
+        "parked", row["tokens"], row["position"], 0,
+    )  # fmt: skip
+    question = [*prompt, *random_prompt(2, 9)]
+    there = turn(target, "moving", question)
+    assert h.cached(there) >= len(prompt), there.concordia
+    assert there.concordia["verdict"] in ("restored", "partial"), there.concordia
+    assert "already" in concordia(target, "import", str(file), code=5)
+    again = concordia(target, "import", str(file), "--as", "copy")
+    assert again["blocks_there"] >= len(prompt) // 32
+    assert {row["id"] for row in concordia(target, "sessions", "ls")["data"]} == {"moving", "copy"}
+    assert concordia(target, "sessions", "rm", "copy", "--yes")["data"][0]["deleted"]
+    assert concordia(target, "verify")["ok"]
+
+
+@pytest.mark.timeout(240)
+def test_tiny_a_backup_made_while_answers_stream_is_restored_and_the_session_goes_on(
+    source: System, target: System, tmp_path: Path
+) -> None:
+    prompt = random_prompt(3)
+    turn(source, "kept", prompt)
+    made: list[Any] = []
+    backup = tmp_path / "backup"
+    busy = source.stream(
+        h.COMPLETIONS,
+        h.completion(source, random_prompt(4), tokens=400),
+        headers={"X-Session-Id": "busy"},
+        watch=h.after(10, lambda answer: made.append(concordia(source, "backup", str(backup)))),
+    )
+    h.assert_whole(busy)
+    assert made and made[0]["checked"] and made[0]["files"] >= 3
+    assert concordia(target, "verify", str(backup))["ok"]
+    concordia(target, "restore", str(backup))
+    assert "served" in concordia(source, "restore", str(backup), "--replace", "--yes", code=5)
+    target.start()
+    again = turn(target, "kept", [*prompt, *random_prompt(5, 9)])
+    assert h.cached(again) >= len(prompt), again.concordia
+    assert again.concordia["recomputed_tokens"] <= 32, again.concordia
+    assert {row["id"] for row in target.get("/v1/sessions")["data"]} >= {"kept"}
+    assert concordia(target, "verify")["ok"]
+
+
+@pytest.mark.timeout(240)
+def test_tiny_lanes_are_drained_after_a_crash_without_a_server(target: System) -> None:
+    prompt = random_prompt(6)
+    target.start()
+    assert "does not answer" not in json.dumps(concordia(target, "recover")), "a running keeper does it"
+    target.stream(
+        h.COMPLETIONS,
+        h.completion(target, prompt, tokens=200),
+        headers={"X-Session-Id": "crashed"},
+        watch=h.after(60, lambda answer: target.kill_all()),
+    )
+    found = concordia(target, "recover")
+    assert found["by"] == "command"
+    assert concordia(target, "recover")["records"] == 0, "doing it again finds nothing"
+    assert concordia(target, "verify")["ok"]
+    (shown,) = concordia(target, "inspect", "crashed")["sequences"]
+    assert shown["position"] >= len(prompt)
+    status = concordia(target, "status", code=4)
+    assert status["gateway"] == "down"
+    target.start()
+    assert h.cached(turn(target, "crashed", prompt)) >= len(prompt) - 1
+
+
+@pytest.mark.timeout(240)
+def test_tiny_status_shows_lag_and_a_graceful_stop_leaves_no_socket(target: System) -> None:
+    target.start()
+    turn(target, "short", random_prompt(7, 50))
+
+    def durable() -> bool:
+        view = target.get("/v1/sessions/short")
+        return bool(view["durable"] and view["durable"] == view["captured"] == view["tokens"] - 1)
+
+    target.wait("the session on disk, without a park", durable, 60.0, 0.05)
+    shown = concordia(target, "status")
+    assert (shown["gateway"], shown["sessions"], shown["degraded"]) == (
+        "up", {"count": 1, "capture_lag": 0, "durable_lag": 0}, [],
+    )  # fmt: skip
+    assert shown["keeper"]["up"]
+    lane_dir = target.paths.lane_dir
+    assert target.stop() == 0, target.log_tail()
+    left = {path.name for path in lane_dir.iterdir()} if lane_dir.exists() else set()
+    assert not [name for name in left if name.endswith((".sock", ".url", ".pid"))], left
+
+
+@pytest.mark.timeout(240)
+def test_tiny_a_keeper_that_is_stopped_is_a_degraded_state(target: System) -> None:
+    target.start()
+    turn(target, "first", random_prompt(8, 40))
+    keeper = target.signal("keeper", signal.SIGSTOP)
+    try:
+        target.wait(
+            "a degraded state",
+            lambda: [row["state"] for row in target.get("/health")["degraded"]] == ["keeper_away"],
+            60.0,
+            0.1,
+        )
+        turn(target, "second", random_prompt(9, 40))
+        view = target.get("/v1/sessions/second")
+        assert view["degraded"] == "keeper_away" or view["captured"] == 0, view
+        assert concordia(target, "status")["degraded"][0]["state"] == "keeper_away"
+    finally:
+        target.signal("keeper", signal.SIGCONT)
+    assert keeper
+    target.wait("the end of it", lambda: not target.get("/health")["degraded"], 60.0, 0.1)
