@@ -175,8 +175,11 @@ class SessionTable:
 
     def adopt(self, record: SessionRecord, tokens: bytes) -> None:
         """Take a session that was imported; its name must be free or its own."""
-        self._records[record.session] = record
+        replaced = self._records.get(record.session)
+        if replaced is not None:
+            self._give_back(replaced)
         record.list_id = b""
+        self._records[record.session] = record
         self._put(record, tokens)
         metrics.sessions_known.set(len(self._records))
 
@@ -277,7 +280,15 @@ class SessionFile:
         return sorted(records, key=lambda record: -record.last_used)
 
     def get(self, session: str) -> SessionRecord | None:
-        return next((record for record in self.all() if record.session == session), None)
+        if self._environment is None:
+            return None
+        try:
+            database = self._database(b"records")
+        except lmdb.NotFoundError:
+            return None
+        with self._environment.begin(db=database) as transaction:
+            found = transaction.get(session.encode())
+        return msgspec.msgpack.decode(found, type=SessionRecord) if found is not None else None
 
     def tokens(self, session: str) -> bytes:
         """The last finished turn's whole token list, packed; empty if there is none."""
@@ -296,6 +307,7 @@ class SessionFile:
     def put(self, record: SessionRecord, tokens: bytes) -> None:
         """Write a record and its tokens, synced."""
         assert self._environment is not None
+        self.remove(record.session)
         record.list_id = b""
         records, token_lists = self._database(b"records"), self._database(b"tokens")
         with self._environment.begin(write=True) as transaction:
@@ -303,12 +315,25 @@ class SessionFile:
             transaction.put(record.session.encode(), tokens, db=token_lists)
 
     def remove(self, session: str) -> None:
-        """Forget a record and its tokens."""
+        """Forget a record and its tokens, a borrowed list with its last borrower."""
         assert self._environment is not None
         records, token_lists = self._database(b"records"), self._database(b"tokens")
+        record = self.get(session)
+        borrowed = record.list_id if record is not None else b""
+        alone = not any(other.list_id == borrowed for other in self.all() if other.session != session)
         with self._environment.begin(write=True) as transaction:
             transaction.delete(session.encode(), db=records)
             transaction.delete(session.encode(), db=token_lists)
+            if record is not None and borrowed and alone:
+                transaction.delete(record.list_key, db=token_lists)
+
+    def shared_with_relatives(self, session: str) -> int:
+        """As SessionTable says it."""
+        record, own = self.get(session), self.tokens(session)
+        if record is None or not record.family:
+            return 0
+        relatives = [r.session for r in self.all() if r.family == record.family and r.session != session]
+        return max((common_prefix(own, self.tokens(name)) for name in relatives), default=0)
 
     def close(self) -> None:
         if self._environment is not None:

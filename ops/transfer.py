@@ -89,7 +89,8 @@ def _served_root(here: Installation) -> RootId | None:
 def _about(here: Installation, record: SessionRecord, root: bytes) -> dict[str, Any]:
     row = here.roots.get(root.hex(), {})
     model = {key: row[key] for key in ("model", "dtype") if row.get(key)}
-    return {"record": msgspec.to_builtins(msgspec.structs.replace(record, streams=[])), **model}
+    alone = msgspec.structs.replace(record, streams=[], list_id=b"", forked_from="", fork_position=0, family="")
+    return {"record": msgspec.to_builtins(alone), **model}
 
 
 # ---------------------------------------------------------------- import
