@@ -93,7 +93,7 @@ def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
         reader.close()
         if found is not None:
             with offline_drain(here.paths, here.config.tiers) as drain:
-                drain.forget(found.root, record.namespace, tokens, session)
+                drain.forget(found.root, record.namespace, tokens, session, file.shared_with_relatives(session))
         for stream in record.streams:
             here.paths.journal(stream).unlink(missing_ok=True)
         file.remove(session)
