@@ -20,6 +20,7 @@ NAMES = (
     "drain",
     "restore_io",
     "scan",
+    "deterministic",
 )
 
 

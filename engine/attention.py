@@ -25,6 +25,8 @@ NAME = "concordia"
 # Up to this many query rows, the query heads that share a KV head are folded into rows of one call: measured faster than
 # the grouped call up to 8 tokens, equal at 32 (docs/lab.md).
 _FOLD_TOKENS = 16
+# Tokens that are computed together when an answer's bits must not depend on what else runs.
+_TILE_TOKENS = 16
 
 
 class Span(NamedTuple):
@@ -55,10 +57,11 @@ class StepRows:
 class ArenaCache(Cache):  # type: ignore[misc]
     """The cache object handed to the model. `begin` sets the rows of a step; `beat` is called once a layer."""
 
-    def __init__(self, arena: Arena, beat: Callable[[], None]) -> None:
+    def __init__(self, arena: Arena, beat: Callable[[], None], *, deterministic: bool = False) -> None:
         super().__init__(layers=[])
         self.arena = arena
         self.beat = beat
+        self.deterministic = deterministic
         self.rows = StepRows([], [], 0)
         self._planes: dict[PlaneRange, torch.Tensor] = {}
 
@@ -161,6 +164,10 @@ def attend(
     outputs = []
     for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
         span = Span(start, start + rows.token_count, sliding_window or 0)
+        if _current.deterministic:
+            views = arena.key_views[slot.index][layer], arena.value_views[slot.index][layer]
+            outputs.append(_attend_tiles(query[row], *views, rows, span, scaling))
+            continue
         keys = arena.key_views[slot.index][layer][:, span.first : span.end]
         values = arena.value_views[slot.index][layer][:, span.first : span.end]
         if rows.token_count > _FOLD_TOKENS:
@@ -183,6 +190,30 @@ def _attend_grouped(
     )
 
 
+def _attend_tiles(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, span: Span, scaling: float | None
+) -> torch.Tensor:
+    """Attention whose bits depend on a token's position and what came before it, not on the step that computes it.
+
+    A product's bits depend on its shape, not on what stands in the other rows. So tokens are computed in tiles of fixed absolute
+    positions, over all keys up to the tile's end, under the whole tile's mask: a decoded token, one of a prefill chunk and one
+    that is computed again after a crash pass through the same shapes. A masked key adds exact zeros.
+
+    query (query_heads, tokens, dim); keys, values (kv_heads, context_tokens, dim): the whole slot
+    Returns (1, query_heads, tokens, value_dim)
+    """
+    outputs = []
+    for begin in range(span.start // _TILE_TOKENS * _TILE_TOKENS, span.end, _TILE_TOKENS):
+        tile = Span(begin, min(begin + _TILE_TOKENS, keys.shape[1]), span.window)
+        low, high = max(span.start, tile.start), min(span.end, tile.end)
+        padded = query.new_zeros(query.shape[0], tile.end - tile.start, query.shape[2])
+        padded[:, low - tile.start : high - tile.start] = query[:, low - span.start : high - span.start]
+        seen = slice(tile.first, tile.end)
+        out = _attend_folded(padded, keys[:, seen], values[:, seen], rows, tile, scaling)
+        outputs.append(out[:, :, low - tile.start : high - tile.start])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
 def _attend_folded(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, span: Span, scaling: float | None
 ) -> torch.Tensor:
@@ -202,12 +233,13 @@ def _attend_folded(
 
 def _folded_mask(rows: StepRows, span: Span, shared: int, pieces: int, query: torch.Tensor) -> torch.Tensor | None:
     """What is added to the scores of the folded rows, in the pieces' form; None if nothing is hidden. Built once a step."""
-    if rows.token_count == 1 and pieces == 1:
+    count = span.end - span.start
+    if count == 1 and pieces == 1:
         return None
     key = (span, shared, pieces)
     if key not in rows.folded_masks:
         mask = None
-        if rows.token_count > 1:
+        if count > 1:
             hidden = ~_mask(rows, span, query.device).repeat(shared, 1)
             mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
         if pieces > 1:

@@ -25,6 +25,7 @@ from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
 from engine.errors import Fenced, UnsupportedModel
+from engine.exactness import check_exact
 from engine.follow import Follower
 from engine.grammar import Grammars
 from engine.link import GatewayLink
@@ -115,9 +116,11 @@ def build(
     arena = Arena.allocate(model.layers, options.slots, model.context_tokens, model.dtype, model.device)
     arena.prefault(options.prefault_tokens)
     page.beat()
-    cache = ArenaCache(arena, page.beat)
+    cache = ArenaCache(arena, page.beat, deterministic=options.deterministic)
     self_check(model, arena, cache)
-    root = model.root(arena.layout, tiers.block_tokens)
+    if options.deterministic:
+        check_exact(model, arena, cache, options.prefill_chunk)
+    root = model.root(arena.layout, tiers.block_tokens, deterministic=options.deterministic)
     lane = LaneWriter.open(
         paths.lane(engine),
         lane_bytes=tiers.lane_bytes,

@@ -62,7 +62,7 @@ class Model:
             return None
         return self.module(**inputs, logits_to_keep=1).logits[:, -1]
 
-    def root(self, layout: Layout, block_tokens: int) -> RootId:
+    def root(self, layout: Layout, block_tokens: int, *, deterministic: bool = False) -> RootId:
         """Fingerprint of everything that the numbers in a frame depend on."""
         config = {k: v for k, v in self.module.config.to_dict().items() if k not in _KEYS_WITHOUT_EFFECT}
         facts = {
@@ -73,6 +73,8 @@ class Model:
             "layout": layout.groups,
             "block_tokens": block_tokens,
         }
+        if deterministic:
+            facts["deterministic"] = {"threads": torch.get_num_threads()}
         text = json.dumps(facts, sort_keys=True, default=str)
         return RootId(hashlib.blake2b(text.encode(), digest_size=16, person=b"concordia-state").digest())
 

@@ -18,6 +18,7 @@ class EngineSettings:
     prefill_chunk    tokens of one prefill step; cuts lie at multiples of it, so a prefix computed twice has the same bits
     prefault_tokens  tokens of arena memory touched at start, so that a restore meets warm pages
     drain_s          how long SIGTERM lets streams be moved to other engines before the engine ends
+    deterministic    an answer has the same bits whatever runs beside it, dies, or was cached; slower; refused where it can't be kept
     capture          copy what each step changed into the lane (off only to measure its cost)
     """
 
@@ -29,4 +30,5 @@ class EngineSettings:
     prefill_chunk: int = 256
     prefault_tokens: int = 8192
     drain_s: float = 8.0
+    deterministic: bool = False
     capture: bool = True

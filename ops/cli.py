@@ -36,6 +36,11 @@ _SERVE_FLAGS = (
     setting("engine.device", metavar="DEVICE", help="cpu, cuda, cuda:N or auto."),
     setting("engine.dtype", metavar="DTYPE", help="float32, bfloat16, float16 or auto."),
     setting("engine.threads", metavar="N", help="Torch threads of an engine, default cores / engines."),
+    setting(
+        "engine.deterministic",
+        is_flag=True,
+        help="Answers have the same bits whatever runs beside them or dies; slower.",
+    ),
     setting("engine.slots", metavar="N", help="Sequences resident at once in an engine, default 8."),
     setting("gateway.failover", metavar="POLICY", help="What stands ready for a lost engine: cold, warm or hot."),
     setting("gateway.spares", metavar="N", help="Engines kept idle while another can serve, default 1."),
