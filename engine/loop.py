@@ -183,7 +183,12 @@ class Engine:
                 self.stop()
 
     def _hello(self, attach: m.Attach) -> None:
-        """Say what this engine is, then all that it said of each stream since it was submitted."""
+        """Say what this engine is, then all that it said of each stream since it was submitted.
+
+        What the gateway before had followed is let go of: the new one asks for what it wants.
+        """
+        for stream in list(self.follower.follows):
+            self.follower.unfollow(stream)
         known = [*self.active, *self.waiting, *self.ended.values()]
         streams = [
             m.LiveStream(s.submit.stream, s.submit.epoch, m.pack_tokens(s.tokens), s.submit.prompt_count, s.finish)

@@ -9,6 +9,7 @@ Source: DESIGN.md, "Every request is a resume", "Fence, then restore".
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from gateway import failover, following, metrics, placement
 from gateway import journal as j
 from gateway.engine_link import EngineLink
 from gateway.migration import Moves
-from gateway.recovery_pacing import Waiting, in_order, suspects
+from gateway.recovery_pacing import InFlight, Waiting, in_order, suspects
 from gateway.settings import GatewaySettings
 from gateway.standby import Standbys
 from gateway.streams import Stream, StreamTable
@@ -482,17 +483,23 @@ class Dispatcher:
 
     def _look_for_poison(self, streams: list[Stream]) -> None:
         """A request that engines die of is ended, so that its neighbours go on."""
-        in_flight = [stream for stream in streams if stream.end is None and stream.begun_epoch == stream.epoch]
-        for stream in in_flight:
-            stream.deaths = stream.deaths.another(len(stream.tokens))
-        verdict = suspects([(stream.id, stream.deaths) for stream in in_flight], self._settings.poison_deaths)
-        for stream in in_flight:
-            if stream.id in verdict.poison:
-                self._end_poison(stream)
-            stream.alone = stream.id in verdict.alone
+        in_flight = {
+            stream.id: InFlight(
+                stream.id, stream.deaths, len(stream.tokens), stream.begun_epoch == stream.epoch, stream.alone
+            )
+            for stream in streams
+            if stream.end is None
+        }
+        verdict = suspects(list(in_flight.values()), self._settings.poison_deaths)
+        for stream in streams:
+            if stream.id in in_flight:
+                stream.deaths = in_flight[stream.id].after
+                stream.alone = stream.alone or stream.id in verdict.alone
+                if stream.id == verdict.poison:
+                    self._end_poison(stream)
 
     def _end_poison(self, stream: Stream) -> None:
-        count, position = stream.deaths.count, len(stream.tokens)
+        count, position = math.ceil(stream.deaths.count), len(stream.tokens)
         metrics.poison_requests.inc()
         log.error(
             "recover.poison", stream=stream.id, session=stream.spec.session or None, deaths=count, position=position

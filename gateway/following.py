@@ -65,7 +65,7 @@ def drop(engine: Engine, stream_id: str, user: str) -> None:
     state.users.discard(user)
     if not state.users:
         del engine.followed[stream_id]
-        if engine.link is not None and not state.refused:
+        if engine.link is not None:
             engine.link.send(m.Unfollow(stream_id))
 
 

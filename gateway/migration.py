@@ -258,6 +258,8 @@ class Moves:
         return True
 
     def _look(self, move: Move) -> None:
+        if move.phase != "precopy":
+            return
         act, why = decide(self._view(move))
         if act == "abandon":
             self._give_up(move, why)
@@ -266,8 +268,7 @@ class Moves:
 
     def _time_is_up(self, move: Move) -> None:
         """For the limit of time only; what is heard is looked at when it is heard."""
-        if move.phase == "precopy":
-            self._look(move)
+        self._look(move)
 
     def _view(self, move: Move) -> MoveView:
         stream, engines = move.stream, self._dispatcher.engines

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+UNSURE_WEIGHT = 0.25  # of a death at which the engine was not heard to have begun the request
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -40,25 +42,48 @@ def in_order(waiting: Iterable[Waiting]) -> list[str]:
 class Deaths:
     """Engines that died while they worked on a request, without a token of it between: `position` is where it stood."""
 
-    count: int = 0
+    count: float = 0
     position: int = -1
 
-    def another(self, position: int) -> Deaths:
+    def another(self, position: int, weight: float = 1) -> Deaths:
         """One more, at this position; a token in between clears the request of the earlier ones."""
-        return Deaths(self.count + 1 if position == self.position else 1, position)
+        return Deaths(self.count + weight if position == self.position else weight, position)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A request that was with an engine when it died.
+
+    begun  the engine was heard to begin it; else it may have been dead before the request reached it
+    alone  it was being tried without any other suspect
+    """
+
+    stream: str
+    deaths: Deaths  # before this one
+    position: int
+    begun: bool
+    alone: bool
+
+    @property
+    def after(self) -> Deaths:
+        return self.deaths.another(self.position, 1 if self.begun or self.alone else UNSURE_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of the requests in flight at a death: those that are ended, and those that are tried again one at a time."""
+    """Of the requests in flight at a death: the one that is ended, and those that are tried again one at a time."""
 
-    poison: tuple[str, ...] = ()
+    poison: str = ""
     alone: tuple[str, ...] = ()
 
 
-def suspects(in_flight: Sequence[tuple[str, Deaths]], limit: int) -> Verdict:
-    """Who killed it? One request that was there at `limit` deaths did; of several, each is tried on its own."""
-    often = [stream for stream, deaths in in_flight if deaths.count >= limit]
-    if len(often) == 1:
-        return Verdict(poison=(often[0],))
-    return Verdict(alone=tuple(often))
+def suspects(in_flight: Sequence[InFlight], limit: int) -> Verdict:
+    """Who killed it? The only request that was there at `limit` deaths, or that was tried alone; of several, each is tried on its own."""
+    often = [request for request in in_flight if request.after.count >= limit]
+    unsure = [request for request in in_flight if not request.begun and not request.alone and request not in often]
+    tried = [request for request in often if request.alone]
+    if len(tried) == 1:
+        return Verdict(tried[0].stream, tuple(request.stream for request in often if not request.alone))
+    if len(often) == 1 and not unsure:
+        return Verdict(often[0].stream)
+    return Verdict(alone=tuple(request.stream for request in (*often, *unsure))) if often else Verdict()

@@ -170,6 +170,7 @@ class FakeEngine:
     def _follow(self, message: m.Follow) -> None:
         """As `engine/follow.py`, with tiers that hold everything but `follow_lag` tokens."""
         if self.follow_refusal:
+            self.follows.pop(message.stream, None)
             self.send(m.Followed(message.stream, 0, refused=self.follow_refusal))
             return
         known = self.follows.get(message.stream)
@@ -181,6 +182,7 @@ class FakeEngine:
         self.send(m.Followed(message.stream, max(0, len(tokens) - 1 - self.follow_lag), caught_up=True))
 
     def _hello(self) -> None:
+        self.follows.clear()
         live = [
             m.LiveStream(s.submit.stream, s.submit.epoch, m.pack_tokens(s.tokens), s.submit.prompt_count, s.finish)
             for s in self.sequences.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.placement import QUEUE_AHEAD
-from gateway.recovery_pacing import Deaths, Verdict, Waiting, in_order, suspects
+from gateway.recovery_pacing import Deaths, InFlight, Verdict, Waiting, in_order, suspects
 from tests.gateway.conftest import World, chat
 from tests.gateway.test_failover import pair
 
@@ -28,10 +28,23 @@ def test_only_deaths_without_a_token_between_count() -> None:
 
 
 def test_one_request_at_two_deaths_is_it_and_several_are_tried_alone() -> None:
-    once, twice = Deaths(1, 5), Deaths(2, 5)
-    assert suspects([("a", once), ("b", twice)], 2) == Verdict(poison=("b",))
-    assert suspects([("a", twice), ("b", twice)], 2) == Verdict(alone=("a", "b"))
-    assert suspects([("a", once)], 2) == Verdict()
+    never, once = Deaths(), Deaths(1, 5)
+    assert suspects([InFlight("a", never, 5, True, False), InFlight("b", once, 5, True, False)], 2) == Verdict("b")
+    both = [InFlight("a", once, 5, True, False), InFlight("b", once, 5, True, False)]
+    assert suspects(both, 2) == Verdict(alone=("a", "b"))
+    assert suspects([InFlight("a", never, 5, True, False)], 2) == Verdict()
+    moved_on = InFlight("a", once, 6, True, False)
+    assert suspects([moved_on], 2) == Verdict()
+
+
+def test_request_that_was_not_heard_to_begin_makes_the_others_no_culprits() -> None:
+    once = Deaths(1, 5)
+    unsure = InFlight("b", Deaths(), 5, False, False)
+    assert suspects([InFlight("a", once, 5, True, False), unsure], 2) == Verdict(alone=("a", "b"))
+    assert suspects([unsure], 2) == Verdict()
+    assert unsure.after.count < 1, "two engines killed at the same moment are no proof"
+    tried = InFlight("b", Deaths(1, 5), 5, False, True)
+    assert suspects([InFlight("a", once, 5, True, False), tried], 2) == Verdict("b", ("a",))
 
 
 async def test_dead_engines_streams_do_not_stampede(make_world) -> None:  # type: ignore[no-untyped-def]

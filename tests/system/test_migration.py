@@ -94,17 +94,15 @@ def attempt(system: System, stream_id: str, target: str) -> None:
 
 
 def test_tiny_move_while_the_keeper_stands_still(moving: System) -> None:
-    body, want = wanted(moving, 53, h.GREEDY, 200)
+    body, want = wanted(moving, 53, h.GREEDY, 600)
+    results: list[Any] = []
     keeper = moving.signal("keeper", signal.SIGSTOP)
     try:
         got = moving.stream(h.CHAT, body, watch=h.after(40, lambda answer: results.append(migrate(moving, answer))))
     finally:
         os.kill(keeper, signal.SIGCONT)
     h.assert_same(got, want, "keeper stopped")
-    assert moves(got), results
-
-
-results: list[Any] = []
+    assert moves(got), f"{results}\n{moving.log_tail()}"
 
 
 def streams(system: System, count: int, tokens: int, watch: Callable[[Answer], None] | None = None) -> list[Answer]:
