@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import hashlib
 import json
 import os
 import selectors
@@ -29,6 +28,20 @@ import numpy as np
 import structlog
 
 from tiers import failpoints, media
+from tiers.base import SessionKey, session_key
+from tiers.clock import SteadyClock
+from tiers.compaction import (
+    GRACE_S,
+    Budget,
+    Compaction,
+    Now,
+    key_of,
+    make_base,
+    plan_folds,
+    sequences_of,
+    session_uses,
+    tenant_bytes,
+)
 from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
 from tiers.export import import_slice
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
@@ -37,7 +50,7 @@ from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.repair import ASIDE, Damaged, repair_store
 from tiers.settings import TierSettings
-from tiers.store import Group, RootInfo, Store, StreamOwner
+from tiers.store import Group, Pin, RootInfo, Store, StreamOwner, stream_key
 from tiers.track import Part, Sealed, Track, open_track
 
 log = structlog.get_logger()
@@ -51,14 +64,32 @@ SUPERSEDED_SCAN_LIMIT = 256
 LOCK_WAIT_S = 5.0
 READER_CHECK_S = 5.0
 SYNC_AT_SHARE = 0.5
+JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socket
+JOB_PAUSE_S = 0.005
+OPS = (
+    "drain",
+    "stats",
+    "positions",
+    "forget",
+    "import",
+    "repair",
+    "compact",
+    "job",
+    "sessions",
+    "tenants",
+    "pin",
+    "remove",
+)
+WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one group commit takes: records by lane, in order, and where each lane's tail goes when it is committed."""
+    """What one group commit takes: records by lane, in order, and how far that is in each lane."""
 
     records: list[tuple[LaneReader, RecordHeader]] = field(default_factory=list)
-    tails: list[tuple[LaneReader, int]] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)  # lane id -> record after the last one taken
+    more: bool = False  # a lane holds records beyond these
 
 
 class Drain:
@@ -71,8 +102,12 @@ class Drain:
         self._store: Store | None = None
         self._tracks: dict[SequenceId, Track] = {}
         self._dirty: dict[SequenceId, Track] = {}
+        self._waiting: dict[SequenceId, float] = {}  # since when rows of an unfinished block wait in the lane
+        self._clock = SteadyClock()
+        self._healthy_ms = self._clock()
+        self.named: set[bytes] | None = None  # while blocks are being collected: ids that records name meanwhile
         self._reported: set[SequenceId] = set()
-        self._taken: dict[int, int] = {}  # by lane id: first record that isn't committed; the tail follows after a sync
+        self._taken: dict[int, int] = {}  # by lane id: first record that isn't taken; the tail follows after a sync
         self._synced_positions: dict[SequenceId, int] = {}  # of those that were committed since the last sync
         self._retry_at = 0.0
         self._synced_at = time.monotonic()
@@ -97,12 +132,36 @@ class Drain:
         except (OSError, OtherFormat) as error:
             log.error("drain.device_failed", device=self._settings.lane_device, error=str(error))
 
+    def store(self) -> Store:
+        """The open store, for compaction. Raises StoreFailed."""
+        return self._open_store()
+
+    def now(self) -> Now:
+        """The time, as "used last" is counted."""
+        return Now(self._clock(), self._healthy_ms)
+
+    def settle(self) -> None:
+        """Take everything and free the lanes: what is deleted now doesn't come back out of a lane after a crash. Raises StoreFailed."""
+        self.flush(sync=True)
+
+    def catch_up(self) -> None:
+        """Take all records that are in the lanes. Raises StoreFailed."""
+        while self.step():
+            pass
+
     # ------------------------------------------------------------ one group commit
 
-    def step(self) -> bool:
-        """Commit one group of what the lanes hold, if anything; return whether more is left. Raises StoreFailed."""
-        batch = self._choose(self._lanes.scan())
-        if not batch.records:
+    def step(self, *, all_tails: bool = False) -> bool:
+        """Commit one group of what the lanes hold, if anything; return whether more is left. Raises StoreFailed.
+
+        Rows of an unfinished block wait in the lane until the block is whole, so that they are written once; not for longer than
+        tail_interval_ms, not when the lane fills up, and not with `all_tails`.
+        """
+        lanes = self._lanes.scan()
+        self._drop_gone_lanes()
+        batch = self._choose(lanes)
+        self._add_due(lanes, all_tails and not batch.more)
+        if not batch.records and not self._dirty:
             return False
         store = self._open_store()
         started = time.monotonic()
@@ -111,30 +170,52 @@ class Drain:
             with store.group() as group:
                 for lane, header in batch.records:
                     self._take(group, lane, header)
-                self._flush_tails(group)
+                self._store_tails(group, all_tails and not batch.more)
         except BaseException as error:
             self._forget_uncommitted(counts)
             if isinstance(error, StoreFailed):
                 self._fail(error)
             raise
-        self._taken.update({lane.lane_id: number for lane, number in batch.tails})
+        self._taken.update(batch.taken)
         self._committed(batch, group.put_bytes, started)
         if self._settings.durability == "process":
             self._free()
-        elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane, _ in batch.tails):
+        elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane in lanes):
             self.sync()  # the lanes need the room sooner than the interval ends
-        return len(batch.records) >= GROUP_RECORDS or group.put_bytes >= GROUP_BYTES
+        return batch.more
+
+    def _drop_gone_lanes(self) -> None:
+        """A lane whose file is gone takes along what waited in it: those sequences are as far as they are stored."""
+        for sequence in [s for s in self._waiting if any(lane.closed for lane in _lanes_of(self._tracks[s]))]:
+            del self._waiting[sequence], self._tracks[sequence]
+
+    def _add_due(self, lanes: list[LaneReader], everything: bool) -> None:
+        """Mark as dirty whose rows have waited long enough in their lanes."""
+        full = {lane.lane_id for lane in lanes if self._is_filling(lane)}
+        since = time.monotonic() - self._settings.tail_interval_ms / 1000
+        for sequence, waits in self._waiting.items():
+            track = self._tracks[sequence]
+            if everything or waits <= since or any(lane.lane_id in full for lane in _lanes_of(track)):
+                self._dirty[sequence] = track
+
+    def _is_filling(self, lane: LaneReader) -> bool:
+        """Whether what waits keeps too much of a lane from being used again, or the lane is to go."""
+        return "~" in lane.name or lane.used_share(lane.tail, self._next(lane)) > WAITING_SHARE
 
     def _next(self, lane: LaneReader) -> int:
         """First record of a lane that isn't committed."""
         return max(lane.tail, self._taken.get(lane.lane_id, 0))
 
     def _free(self) -> None:
-        """Let the lanes' tails follow what is committed and, unless durability is `process`, on the disk."""
+        """Let the lanes' tails follow what is committed and, unless durability is `process`, on the disk; not past rows that wait."""
         failpoints.reach("drain.free.before")
         for lane in self._lanes:
-            lane.advance_tail(self._next(lane))
-        self._taken.clear()
+            number = self._next(lane)
+            for sequence in self._waiting:
+                for part in self._tracks[sequence].parts:
+                    if isinstance(part.source, LaneRef) and part.source.lane is lane:
+                        number = min(number, part.source.header.number)
+            lane.advance_tail(max(number, lane.tail))
         failpoints.reach("drain.free.after")
 
     def _choose(self, lanes: list[LaneReader]) -> Batch:
@@ -142,17 +223,18 @@ class Drain:
         batch = Batch()
         share = GROUP_BYTES // max(1, len(lanes))
         for lane in lanes:
-            first = tail = self._next(lane)
-            size = 0
-            for header in lane.records(tail, GROUP_RECORDS):
+            taken, size = self._next(lane), 0
+            headers = lane.records(taken, GROUP_RECORDS)
+            batch.more |= len(headers) == GROUP_RECORDS
+            for header in headers:
                 if size and size + header.payload_bytes > share:
+                    batch.more = True
                     break
                 batch.records.append((lane, header))
                 size += header.payload_bytes
-                tail = header.number + 1
-            if tail > first:
-                batch.tails.append((lane, tail))
-            elif "~" in lane.name and lane.tail == first:
+                taken = header.number + 1
+            batch.taken[lane.lane_id] = taken
+            if "~" in lane.name and not headers and lane.tail == taken:
                 self._remove_drained(lane)
         return batch
 
@@ -180,7 +262,7 @@ class Drain:
         After an error nobody knows which pages the kernel still means to write (a failed fsync marks them clean), so nothing that wasn't
         synced is relied upon: its records are still in the lanes, and are taken again by a store that is opened anew.
         """
-        self._taken.clear()
+        self._forget_tracks()
         self.counts["store_failures"] += 1
         if not self.failing:
             log.error("drain.failed", error=str(error))
@@ -195,15 +277,22 @@ class Drain:
 
     def _forget_uncommitted(self, counts: Counter[str]) -> None:
         """The transaction is gone: what was learnt from it is read again from the store."""
+        self._forget_tracks()
+        self.counts = counts
+
+    def _forget_tracks(self) -> None:
+        """Read everything again, sequences from the store and waiting rows from the lanes: taking a record twice changes nothing."""
         self._tracks.clear()
         self._dirty.clear()
-        self.counts = counts
+        self._waiting.clear()
+        self._taken.clear()
 
     def _committed(self, batch: Batch, put_bytes: int, started: float) -> None:
         self._unsynced = True
         if self.failing:
             log.info("drain.recovered", was=self.failing)
             self.failing = ""
+            self._healthy_ms = self._clock()
         self.counts["commits"] += 1
         self.counts["records"] += len(batch.records)
         self.counts["put_bytes"] += put_bytes
@@ -211,8 +300,9 @@ class Drain:
         log.debug("drain.committed", records=len(batch.records), put_bytes=put_bytes, ms=ms)
         for sequence in [s for s, track in self._tracks.items() if track.closed]:
             del self._tracks[sequence]
-        while len(self._tracks) > TRACKS_CACHED:
-            del self._tracks[next(iter(self._tracks))]
+        spare = len(self._tracks) - TRACKS_CACHED
+        for sequence in [s for s in self._tracks if s not in self._waiting][: max(0, spare)]:
+            del self._tracks[sequence]
 
     # ------------------------------------------------------------ one record
 
@@ -245,6 +335,9 @@ class Drain:
         group.put_tenant(RootId(o.root), o.namespace)
         track = open_track(o, header.epoch)
         self._tracks[header.sequence] = self._dirty[header.sequence] = track
+        if self.named is not None:
+            self.named.update(block_chain(track.root, track.namespace, np.frombuffer(o.tokens, "<i4"), o.block_tokens))
+            self.named.add(header.sequence)
 
     def _check_epoch(self, group: Group, lane: LaneReader, header: RecordHeader, stream: str) -> None:
         """Refuse what was appended under an older epoch after the newer one had begun; note a newer one.
@@ -271,11 +364,13 @@ class Drain:
             raise BadRecord("a frame doesn't have its layout's size", where=where)
         self._dirty[header.sequence] = track
         source = LaneRef(lane, header)
+        position = track.position
         sealed = track.add(header.token_start, header.token_end, lane.tokens(header), source)
         if sealed is None:
             text = f"rows [{header.token_start}, {header.token_end}) after {track.position} at {where}"
             self._report(header.sequence, "drain.gap", text)
             return
+        self.counts["captured_bytes"] += track.layout.frame_bytes(max(0, track.position - position))
         for block in sealed:
             self._seal(group, track, header.sequence, block)
 
@@ -291,12 +386,15 @@ class Drain:
             text = f"a rollback point at {header.token_end}, rows at {track.position}, at {where}"
             self._report(header.sequence, "drain.gap", text)
             return
+        if self.named is not None:
+            self.named.add(place.id)
         if group.has_point(place):
             self.counts["points_shared"] += 1
             return
         state = lane.state(header)
         if state.size != track.layout.state_bytes:
             raise BadRecord("a rollback point doesn't have its layout's size", where=where)
+        self.counts["captured_bytes"] += state.size
         group.put_point(track, place, lane.point_kind(header), state)
         self.counts["points_put"] += 1
 
@@ -327,6 +425,8 @@ class Drain:
 
     def _seal(self, group: Group, track: Track, sequence: SequenceId, block: Sealed) -> None:
         """Store a block that became whole, unless it is there, and drop the tail pieces that it supersedes."""
+        if self.named is not None:
+            self.named.add(block.id)
         if group.good_block(block.id):
             self.counts["blocks_shared"] += 1
         else:
@@ -369,21 +469,34 @@ class Drain:
                 for piece in pieces:
                     group.delete_tail(piece.key)
 
-    def _flush_tails(self, group: Group) -> None:
-        """Store what is new of each unfinished block as one piece, and how far each sequence is."""
+    def _store_tails(self, group: Group, everything: bool) -> None:
+        """Store what is due of each unfinished block as one piece, and how far each sequence is."""
+        now = time.monotonic()
+        due = now - self._settings.tail_interval_ms / 1000
         for sequence, track in self._dirty.items():
-            stored = sum(isinstance(part.source, bytes) for part in track.parts)
-            fresh = track.parts[stored:]
-            count = sum(part.token_count for part in fresh)
-            if count:
-                self._join(group, track, fresh, count)
-                key = group.put_tail(track, sequence, track.position - count, track.tokens[-4 * count :])
-                track.parts[stored:] = [Part(key, count, 0, count)]
-                self.counts["tails_put"] += 1
-            before = group.progress(sequence)
-            self._synced_positions.setdefault(sequence, before.position if before is not None else 0)
-            group.put_progress(sequence, track)
+            waits = self._waiting.setdefault(sequence, now)
+            full = any(self._is_filling(lane) for lane in _lanes_of(track))
+            if everything or track.closed or full or waits <= due:
+                self._store_tail(group, track, sequence)
+            if track.stored_position == track.position:
+                del self._waiting[sequence]
+            state = (track.parent, track.stored_position, track.closed)
+            if state != track.saved:
+                before = group.progress(sequence)
+                self._synced_positions.setdefault(sequence, before.position if before is not None else 0)
+                group.put_progress(sequence, track, track.stored_position, self._clock())
+                track.saved = state
         self._dirty.clear()
+
+    def _store_tail(self, group: Group, track: Track, sequence: SequenceId) -> None:
+        stored = sum(isinstance(part.source, bytes) for part in track.parts)
+        fresh = track.parts[stored:]
+        count = sum(part.token_count for part in fresh)
+        if count:
+            self._join(group, track, fresh, count)
+            key = group.put_tail(track, sequence, track.position - count, track.tokens[-4 * count :])
+            track.parts[stored:] = [Part(key, count, 0, count)]
+            self.counts["tails_put"] += 1
 
     # ------------------------------------------------------------ on request
 
@@ -391,7 +504,9 @@ class Drain:
         """Commit everything that is in the lanes now; with `sync`, onto the disk. Returns each lane's tail. Raises StoreFailed."""
         goals = [(lane, lane.head()) for lane in self._lanes.scan()]
         while any(not lane.closed and self._next(lane) < head for lane, head in goals):
-            self.step()
+            self.step(all_tails=True)
+        if self._waiting:
+            self.step(all_tails=True)
         if sync:
             self.sync()
         return {lane.name: self._next(lane) for lane in self._lanes}
@@ -436,11 +551,13 @@ class Drain:
 
         keep_tokens  of the list's beginning: what a fork that has computed nothing yet begins with
         """
-        self.flush(sync=False)
+        self.settle()
         store = self._open_store()
         blocks = tails = points = 0
-        with store.group() as group:
+        with store.group(freeing=True) as group:
             info = group.root(root)
+            sequences = _delete_session(group, namespace, session) if session else 0
+            ends = _ends(group, live_only=not session)
             if info is not None:
                 chain = block_chain(root, namespace, tokens, info.block_tokens)
                 packed = np.ascontiguousarray(tokens, "<i4").tobytes()
@@ -449,13 +566,13 @@ class Drain:
                     if at * info.block_tokens >= keep_tokens:
                         tails += _delete_tails(group, chain[at], packed[at * size :])
                         points += _delete_points(group, chain[at], packed[at * size :])
-                    if at == 0 or (at - 1) * info.block_tokens < keep_tokens or self._in_use(group, chain[at]):
+                    is_kept = at == 0 or (at - 1) * info.block_tokens < keep_tokens or chain[at] in ends
+                    if is_kept or self._in_use(group, chain[at]):
                         break
                     if group.node(chain[at]) is not None:
                         group.delete_block(chain[at - 1], packed[(at - 1) * size : at * size], chain[at])
                         blocks += 1
-            sequences = _delete_session(group, namespace, session) if session else 0
-        self._tracks.clear()
+        self._forget_tracks()
         self._unsynced = True
         log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
         return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
@@ -496,14 +613,13 @@ class Drain:
         with self._open_store().group() as group:
             things = [Damaged(kind, key) for kind, key in damaged]
             done = repair_store(group, things, self._paths.store / ASIDE, live=live)
-        self._tracks.clear()
+        self._forget_tracks()
         self.sync()
         log.warning("drain.repaired", dropped=done.dropped, kept_aside=len(done.kept_aside))
         return {"repaired": asdict(done) | {"recompute": [part._asdict() for part in done.recompute]}}
 
     def _in_use(self, group: Group, block: BlockId) -> bool:
-        live = any(track.parent == block and not track.closed for track in self._tracks.values())
-        return live or bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
+        return bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and how far behind the lanes are."""
@@ -526,7 +642,105 @@ class Drain:
                     {f"stored_{name}": view.count(name) for name in ("blocks", "tails", "points", "sequences")}
                 )
             stats["store_bytes"] = self._store.used_bytes()
+            stats["live_bytes"] = self._store.usage().total_bytes
+            stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
+        stats["io_write_bytes"] = _io_write_bytes()
         return stats
+
+    # ------------------------------------------------------------ sessions
+
+    def budget(self) -> Budget:
+        """What compaction is to keep to."""
+        s = self._settings
+        return Budget(s.disk_budget_bytes, s.tenant_budget_bytes, s.session_ttl_s)
+
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """By namespace: what it has on the disk, {kind: [count, bytes]}, the total and its limit. Raises StoreFailed."""
+        store = self._open_store()
+        usage = store.usage()
+        with store.snapshot() as view:
+            names = {chain: tenant.namespace for chain, tenant in view.tenants()}
+        found: dict[str, dict[str, Any]] = {}
+        for (chain, kind), (count, size) in usage.items():
+            kinds = found.setdefault(names.get(chain, ""), {"bytes": 0, "limit": self._settings.tenant_budget_bytes})
+            entry = kinds.setdefault(kind, [0, 0])
+            entry[0] += count
+            entry[1] += size
+            kinds["bytes"] += size
+        return found
+
+    def sessions(self, namespace: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        """Every stored session (or those that match): how far it is and what it takes. Raises StoreFailed."""
+        found: dict[SessionKey, dict[str, Any]] = {}
+        with self._open_store().snapshot() as view:
+            stored = sequences_of(view, self.now())
+            for use in session_uses(view, self.now()):
+                if namespace in (None, use.namespace) and session in (None, use.session):
+                    base = view.base(use.key)
+                    found[use.key] = {
+                        "namespace": use.namespace, "session": use.session, "stream": use.stream,
+                        "root": base.root.hex() if base else "", "stored": base.position if base else 0,
+                        "captured": base.position if base else 0, "points": len(base.points) if base else 0,
+                        "bytes": use.bytes, "used_ms": use.used_ms, "live": use.live, "pinned": use.pinned,
+                        "compacted": base is not None, "sequences": 0, "epoch": base.epoch if base else 0,
+                    }  # fmt: skip
+        for one in stored:
+            entry = found.get(key_of(one.progress))
+            if entry is not None:
+                track = self._tracks.get(one.id)
+                entry["sequences"] += 1
+                entry["root"] = one.progress.root.hex()
+                entry["stored"] = max(entry["stored"], one.progress.position)
+                entry["captured"] = max(entry["captured"], track.position if track else one.progress.position)
+                entry["epoch"] = max(entry["epoch"], one.progress.epoch)
+        return sorted(found.values(), key=lambda entry: -entry["used_ms"])
+
+    def pin(self, namespace: str, session: str, pinned: bool) -> None:
+        """Never evict a session, or let it be evicted again. It need not be stored yet. Raises StoreFailed."""
+        key = session_key(namespace, session)
+        with self._open_store().group(freeing=True) as group:
+            if pinned:
+                group.put_pin(key, Pin(namespace, session))
+            else:
+                group.delete_pin(key)
+        self._unsynced = True
+
+    def remove(self, namespace: str, session: str, *, force: bool, dry_run: bool) -> dict[str, int]:
+        """Delete a session and what only it needs. Raises ValueError (it is live, and not `force`), StoreFailed."""
+        self.settle()
+        key, lists = session_key(namespace, session), list[tuple[RootId, bytes]]()
+        with self._open_store().snapshot() as view:
+            base = view.base(key)
+            if base is not None:
+                lists.append((RootId(base.root), base.tokens))
+            for one in sequences_of(view, self.now()):
+                if key_of(one.progress) == key:
+                    if one.live and not force:
+                        raise ValueError(f"session {session} is live: end its streams first")
+                    made = make_base(view, one.id, one.progress)
+                    if made is not None:
+                        lists.append((RootId(made.root), made.tokens))
+        if dry_run:
+            return {"token_lists": len(lists)}
+        deleted: Counter[str] = Counter()
+        for root, tokens in lists:
+            deleted.update(self.forget(root, namespace, np.frombuffer(tokens, "<i4"), session))
+        self.pin(namespace, session, False)
+        return dict(deleted)
+
+    def wants_compaction(self) -> bool:
+        """Whether there is something to fold or to evict. Raises StoreFailed."""
+        store, budget = self._open_store(), self.budget()
+        usage = store.usage()
+        with store.snapshot() as view:
+            folds = plan_folds(
+                sequences_of(view, self.now()), self.now().ms, int(1000 * self._settings.compact_after_s)
+            )
+            if folds or budget.ttl_s:
+                return True
+            tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
+        limits = [(usage.total_bytes, budget.disk_bytes), *((used, budget.tenant_bytes) for used in tenants.values())]
+        return any(limit and used > 0.9 * limit for used, limit in limits)
 
     def close(self) -> None:
         """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""
@@ -541,14 +755,9 @@ class Drain:
 
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
-    "bad_records", "bad_blocks",
+    "captured_bytes", "bad_records", "bad_blocks",
     "stale_records", "orphan", "gap", "store_failures",
 )  # fmt: skip
-
-
-def stream_key(stream: str) -> bytes:
-    """Key of a stream in the store: names may be longer than keys."""
-    return hashlib.blake2b(stream.encode(), digest_size=16).digest()
 
 
 def _delete_tails(group: Group, parent: BlockId, rest: bytes) -> int:
@@ -577,8 +786,40 @@ def _delete_points(group: Group, parent: BlockId, rest: bytes) -> int:
     return deleted
 
 
+def _io_write_bytes() -> int:
+    """What this process has had written to disks, by the kernel's account; 0 where it doesn't say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("write_bytes:")), 0)
+
+
+def _lanes_of(track: Track) -> set[LaneReader]:
+    """Lanes in which rows of its unfinished block wait."""
+    return {part.source.lane for part in track.parts if isinstance(part.source, LaneRef)}
+
+
+def _ends(group: Group, *, live_only: bool) -> set[BlockId]:
+    """Last whole blocks of what is stored: of every sequence (or of those only that aren't closed) and of every base."""
+    ends: set[BlockId] = set()
+    for _, raw in group.scan("sequences"):
+        progress = group.decode_progress(raw)
+        if not (live_only and progress.closed):
+            ends.add(BlockId(progress.parent))
+    for key, _ in group.scan("bases"):
+        try:
+            base = group.base(SessionKey(key))
+        except BadBlock:
+            continue
+        if base is not None and base.blocks:
+            ends.add(BlockId(base.blocks[-16:]))
+    return ends
+
+
 def _delete_session(group: Group, namespace: str, session: str) -> int:
-    """Delete the sequence records that name a session."""
+    """Delete the sequence records that name a session, and its base."""
+    group.delete_base(session_key(namespace, session))
     found = []
     for key, raw in group.scan("sequences"):
         progress = group.decode_progress(raw)
@@ -592,6 +833,54 @@ def _delete_session(group: Group, namespace: str, session: str) -> int:
 # ---------------------------------------------------------------- the process
 
 
+class Busy(TierError):
+    """The keeper does something else that excludes this."""
+
+    hint = "Wait until it is done, then ask again"
+
+
+class Job:
+    """A compaction in hand: advanced in slices, looked at by number."""
+
+    def __init__(self, number: int, compaction: Compaction, background: bool) -> None:
+        self.number = number
+        self.background = background
+        self.finished = False
+        self.error = ""
+        self._compaction = compaction
+        self._steps = compaction.run()
+        self._began = time.monotonic()
+
+    def advance(self) -> None:
+        """Work for JOB_SLICE_S at most, apart from the transaction in hand."""
+        until = time.monotonic() + JOB_SLICE_S
+        try:
+            while time.monotonic() < until:
+                next(self._steps)
+                if self._compaction.progress.phase == "wait":
+                    return
+        except StopIteration:
+            self.finished = True
+            counts = self._compaction.progress.counts
+            log.info("compact.done", s=round(time.monotonic() - self._began, 2), **counts)
+        except TierError as error:
+            self.finished, self.error = True, str(error)
+            log.warning("compact.stopped", error=str(error))
+
+    def cancel(self) -> None:
+        """Stop where it is; what it has done stays."""
+        self._steps.close()  # type: ignore[attr-defined]
+        self.finished, self.error = True, "another compaction was asked for"
+
+    def state(self) -> dict[str, Any]:
+        """For the control socket."""
+        at = self._compaction.progress
+        return {
+            "id": self.number, "phase": at.phase, "done": at.done, "total": at.total, "counts": dict(at.counts),
+            "finished": self.finished, "error": self.error, "background": self.background,
+        }  # fmt: skip
+
+
 class Keeper:
     """The keeper's loop: drain every drain_interval_ms, answer its control socket, end on `stop`.
 
@@ -600,7 +889,11 @@ class Keeper:
 
     def __init__(self, paths: Paths, settings: TierSettings, *, orphan_s: float = 15.0) -> None:
         self._paths = paths
+        self._settings = settings
         self._interval_s = settings.drain_interval_ms / 1000
+        self._job: Job | None = None
+        self._jobs = 0
+        self._compacted_at = time.monotonic()
         self._orphan_s = orphan_s
         self._stopping = False
         self._lock = _take_lock(paths.store / "keeper.lock")
@@ -630,7 +923,9 @@ class Keeper:
             pass  # counted and logged; tried again as soon as there is something to store
         next_drain = time.monotonic()
         while not self._stopping:
-            self._serve(max(0.0, next_drain - time.monotonic()))
+            idle = self._job is None or self._job.finished
+            self._serve(max(0.0, next_drain - time.monotonic()) if idle else min(self._interval_s, JOB_PAUSE_S))
+            self._work()
             if time.monotonic() >= next_drain and not self._stopping:
                 more = self._tick()
                 next_drain = time.monotonic() + (0 if more else self._interval_s)
@@ -646,6 +941,34 @@ class Keeper:
             pass  # counted and logged; the records wait in the lanes
         self._look_for_host()
         return more
+
+    # ------------------------------------------------------------ compaction, between drains
+
+    def _work(self) -> None:
+        """A slice of the job in hand; a new one when it is time."""
+        if self._job is not None and not self._job.finished:
+            self._job.advance()
+            return
+        interval = self._settings.compact_interval_s
+        if not interval or time.monotonic() - self._compacted_at < interval:
+            return
+        self._compacted_at = time.monotonic()
+        try:
+            if not self.drain.failing and self.drain.wants_compaction():
+                self._start_job(self._settings.compact_after_s, GRACE_S, background=True)
+        except TierError as error:
+            log.warning("compact.postponed", error=str(error))
+
+    def _start_job(self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False) -> Job:
+        if self._job is not None and not self._job.finished:
+            if not self._job.background:
+                raise Busy(f"compaction {self._job.number} is running")
+            self._job.cancel()
+        self._jobs += 1
+        budget = self.drain.budget()
+        compaction = Compaction(self.drain, settle_s=settle_s, grace_s=grace_s, budget=budget, dry_run=dry_run)
+        self._job = Job(self._jobs, compaction, background)
+        return self._job
 
     def _look_for_host(self) -> None:
         now = time.monotonic()
@@ -710,6 +1033,8 @@ class Keeper:
             return {"ok": True, **self._do(json.loads(line))}
         except StoreFailed as error:
             return {"ok": False, "error": str(error), "retry": True}
+        except Busy as error:
+            return {"ok": False, "error": str(error), "retry": True, "busy": True}
         except (TierError, ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "retry": False}
 
@@ -732,7 +1057,28 @@ class Keeper:
             return self.drain.import_slice(request)
         if op == "repair":
             return self.drain.repair([(kind, bytes.fromhex(key)) for kind, key in request["damaged"]])
-        raise ValueError(f"unknown op {op!r}; there are drain, stats, positions, forget, import and repair")
+        return self._do_sessions(op, request)
+
+    def _do_sessions(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        drain, namespace, session = self.drain, request.get("namespace"), request.get("session")
+        if op == "compact":
+            settle_s, grace_s = float(request.get("settle_s", 0)), float(request.get("grace_s", GRACE_S))
+            dry_run = bool(request.get("dry_run", False))
+            return {"job": self._start_job(settle_s, grace_s, dry_run=dry_run).state()}
+        if op == "job":
+            return {"job": self._job.state() if self._job is not None else None}
+        if op == "sessions":
+            return {"sessions": drain.sessions(namespace, session)}
+        if op == "tenants":
+            return {"tenants": drain.tenants()}
+        if op == "pin":
+            drain.pin(str(request["namespace"]), str(request["session"]), bool(request.get("pinned", True)))
+            return {}
+        if op == "remove":
+            force, dry_run = bool(request.get("force", False)), bool(request.get("dry_run", False))
+            names = str(request["namespace"]), str(request["session"])
+            return {"deleted": drain.remove(*names, force=force, dry_run=dry_run)}
+        raise ValueError(f"unknown op {op!r}; there are {', '.join(OPS)}")
 
 
 def _take_lock(path: Path) -> TextIO:

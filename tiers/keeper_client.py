@@ -10,12 +10,74 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from tiers.errors import KeeperAway, StoreFailed, TierError
 
 Answer = dict[str, Any]
-ANSWER_LIMIT_BYTES = 8 << 20
+ANSWER_LIMIT_BYTES = 64 << 20
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """How far a compaction is: `done` of `total` within its phase (fold, evict, mark, wait, free, done).
+
+    counts  folded sessions, folded_sequences, evicted, freed_blocks, freed_tails, freed_points, freed_streams, freed_bytes,
+            rewritten_blocks and rewritten_bytes (window rows dropped), kept_broken (sequences with a block missing), bad_bases
+    error   why it ended early; "" if it didn't
+    """
+
+    id: int
+    phase: str
+    done: int
+    total: int
+    counts: dict[str, int]
+    finished: bool
+    error: str
+    background: bool
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """A session as the keeper has it.
+
+    stream     names it where it has no session name
+    root       state fingerprint, hex
+    stored     position up to which it is in the store (on the disk at most `unsynced_ms` of `stats` later)
+    captured   position up to which the keeper has seen it, in the store or waiting in a lane
+    points     rollback points that its base keeps; 0 until it is compacted
+    bytes      of its blocks, those shared with others included
+    used_ms    last use, milliseconds since 1970
+    live       it has an open sequence: never evicted
+    compacted  it has a base; `sequences` counts what isn't folded into it yet
+    """
+
+    namespace: str
+    session: str
+    stream: str
+    root: str
+    stored: int
+    captured: int
+    points: int
+    bytes: int
+    used_ms: int
+    live: bool
+    pinned: bool
+    compacted: bool
+    sequences: int
+    epoch: int
+
+
+class TenantUse(msgspec.Struct, frozen=True):
+    """What a namespace has on the disk: (count, bytes) by kind; `limit` 0: none."""
+
+    bytes: int
+    limit: int
+    blocks: tuple[int, int] = (0, 0)
+    tails: tuple[int, int] = (0, 0)
+    points: tuple[int, int] = (0, 0)
+    bases: tuple[int, int] = (0, 0)
 
 
 def drain(path: str | os.PathLike[str], *, sync: bool = False, timeout_s: float = 10.0) -> dict[str, int]:
@@ -70,6 +132,107 @@ def import_slice(
 def repair(path: str | os.PathLike[str], damaged: list[tuple[str, bytes]], *, timeout_s: float = 300.0) -> Answer:
     """Have the keeper drop damaged values, given as (kind, key); `tiers.repair.Repaired` as a dict. Raises KeeperAway, StoreFailed."""
     return _ask(path, {"op": "repair", "damaged": [(kind, key.hex()) for kind, key in damaged]}, timeout_s)["repaired"]
+
+
+def start_compact(
+    path: str | os.PathLike[str],
+    *,
+    settle_s: float = 0.0,
+    grace_s: float | None = None,
+    dry_run: bool = False,
+    timeout_s: float = 10.0,
+) -> JobState:
+    """Begin a compaction; ask `job` how far it is. One runs at a time; one that the keeper began by itself gives way.
+
+    settle_s  sessions used since then are left alone; 0: only those that are live
+    grace_s   how long what is unnamed is left alone before it is freed; None: the keeper's default
+    dry_run   change nothing; the counts say what would be freed
+    Raises KeeperAway, StoreFailed (also while another one runs)
+    """
+    request: dict[str, Any] = {"op": "compact", "settle_s": settle_s, "dry_run": dry_run}
+    if grace_s is not None:
+        request["grace_s"] = grace_s
+    return msgspec.convert(_ask(path, request, timeout_s)["job"], JobState)
+
+
+def job(path: str | os.PathLike[str], *, timeout_s: float = 10.0) -> JobState | None:
+    """The compaction in hand or the last one; None if there was none since the keeper began. Raises KeeperAway."""
+    return msgspec.convert(_ask(path, {"op": "job"}, timeout_s)["job"], JobState | None)
+
+
+def compact(
+    path: str | os.PathLike[str],
+    *,
+    settle_s: float = 0.0,
+    grace_s: float | None = None,
+    dry_run: bool = False,
+    on_progress: Callable[[JobState], None] | None = None,
+    poll_s: float = 0.1,
+    timeout_s: float = 86_400.0,
+) -> JobState:
+    """Compact and wait until it is done. Arguments as of `start_compact`. Raises KeeperAway, StoreFailed, TierError (it ended early)."""
+    deadline = time.monotonic() + timeout_s
+    state = start_compact(path, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run)
+    number = state.id
+    while not state.finished:
+        if on_progress is not None:
+            on_progress(state)
+        if time.monotonic() > deadline:
+            raise KeeperAway(f"compaction {number} isn't done after {timeout_s:g} s", where=str(path))
+        time.sleep(poll_s)
+        newest = job(path)
+        if newest is None or newest.id != number:
+            raise KeeperAway(f"the keeper has lost sight of compaction {number}", where=str(path))
+        state = newest
+    if on_progress is not None:
+        on_progress(state)
+    if state.error:
+        raise TierError("the compaction ended early", where=str(path), cause=state.error)
+    return state
+
+
+def gc(path: str | os.PathLike[str], *, dry_run: bool = True, timeout_s: float = 86_400.0) -> dict[str, int]:
+    """Free what nothing names, without folding anything younger than the keeper's own setting; dry_run: only count it."""
+    return compact(path, settle_s=1e9, dry_run=dry_run, timeout_s=timeout_s).counts
+
+
+def sessions(
+    path: str | os.PathLike[str], *, namespace: str | None = None, session: str | None = None, timeout_s: float = 30.0
+) -> list[SessionInfo]:
+    """Stored sessions, last used first; those of a namespace or of a name, if given. Raises KeeperAway, StoreFailed."""
+    request = {"op": "sessions", "namespace": namespace, "session": session}
+    return msgspec.convert(_ask(path, request, timeout_s)["sessions"], list[SessionInfo])
+
+
+def tenants(path: str | os.PathLike[str], *, timeout_s: float = 30.0) -> dict[str, TenantUse]:
+    """What each namespace has on the disk, and its limit. Raises KeeperAway, StoreFailed."""
+    return msgspec.convert(_ask(path, {"op": "tenants"}, timeout_s)["tenants"], dict[str, TenantUse])
+
+
+def pin(
+    path: str | os.PathLike[str], namespace: str, session: str, *, pinned: bool = True, timeout_s: float = 10.0
+) -> None:
+    """Never evict a session (or let it be evicted again). It need not be stored yet. Raises KeeperAway, StoreFailed."""
+    _ask(path, {"op": "pin", "namespace": namespace, "session": session, "pinned": pinned}, timeout_s)
+
+
+def remove(
+    path: str | os.PathLike[str],
+    namespace: str,
+    session: str,
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    timeout_s: float = 60.0,
+) -> dict[str, int]:
+    """Delete a session and what only it needs; counts of blocks, tails, points and sequences.
+
+    force    also if it is live: its engine's further records are then lost
+    dry_run  only say how many token lists it has (`token_lists`)
+    Raises KeeperAway, StoreFailed, TierError (it is live)
+    """
+    request = {"op": "remove", "namespace": namespace, "session": session, "force": force, "dry_run": dry_run}
+    return _ask(path, request, timeout_s)["deleted"]
 
 
 async def adrain(path: str | os.PathLike[str], *, sync: bool = False, timeout_s: float = 10.0) -> dict[str, int]:

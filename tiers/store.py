@@ -7,9 +7,11 @@ handed out as views into the map, valid inside the with-block. Source: docs/log-
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints
+from tiers.base import Base, SessionKey, pack_base, unpack_base
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import populate_read
@@ -45,7 +48,9 @@ CHILD_TOKENS_BYTES = 400  # LMDB keys are 511 bytes at most
 # parent, tenant (its chain's root), token_end, mask of absent groups, bytes of its value.
 NODE = struct.Struct("<16s16sIIQ")
 V1_DATABASES = (b"meta", b"roots", b"blocks", b"children", b"tails", b"sequences", b"streams")
-DATABASES = (*V1_DATABASES, b"nodes", b"tenants", b"points", b"states", b"bases")
+DATABASES = (*V1_DATABASES, b"nodes", b"tenants", b"points", b"states", b"bases", b"pins")
+PAGE = 4096
+OVERFLOW_BYTES = 2000  # a value longer than about half a page has pages of its own
 FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
 TAILS_SCAN_LIMIT = 4096
 
@@ -62,6 +67,14 @@ class Progress(msgspec.Struct, frozen=True):
     block_start: int
     position: int
     closed: bool
+    used_ms: int = 0  # since 1970; 0 in version 1
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """A session that is never evicted."""
+
+    namespace: str
+    session: str
 
 
 class RootInfo(msgspec.Struct, frozen=True):
@@ -140,6 +153,7 @@ _decode_progress = msgspec.msgpack.Decoder(Progress).decode
 _decode_root = msgspec.msgpack.Decoder(RootInfo).decode
 _decode_owner = msgspec.msgpack.Decoder(StreamOwner).decode
 _decode_tenant = msgspec.msgpack.Decoder(Tenant).decode
+_decode_pin = msgspec.msgpack.Decoder(Pin).decode
 _decode_point = msgspec.msgpack.Decoder(PointEntry).decode
 
 
@@ -206,6 +220,18 @@ def unpack_node(raw: Any) -> Node:
 def point_key(place: PointPlace) -> bytes:
     """Key of a rollback point in `points`."""
     return place.parent + (len(place.tokens) // 4).to_bytes(4, "big") + place.id
+
+
+def stream_key(stream: str) -> bytes:
+    """Key of a stream in the store: names may be longer than keys."""
+    return hashlib.blake2b(stream.encode(), digest_size=16).digest()
+
+
+def disk_bytes(value_bytes: int) -> int:
+    """Bytes of the store's file that a value of this size takes."""
+    if value_bytes <= OVERFLOW_BYTES:
+        return value_bytes + 64  # key, node header and its share of a half-full page
+    return -(-(value_bytes + LMDB_PAGE_HEADER) // PAGE) * PAGE
 
 
 def _child_prefix(parent: bytes, tokens: bytes) -> bytes:
@@ -329,6 +355,46 @@ class View:
             track.position += count
         return track
 
+    def child_tokens(self, parent: BlockId, block: BlockId) -> bytes | None:
+        """Packed token ids of a block after `parent`, without touching its pages."""
+        with self._txn.cursor(db=self._children) as cursor:
+            more = cursor.set_range(parent)
+            while more and (key := bytes(cursor.key()))[:16] == parent:
+                if key[-16:] == block:
+                    return bytes(cursor.value())
+                more = cursor.next()
+        return None
+
+    def chain(self, root: RootId, namespace: str, last: BlockId) -> tuple[list[BlockId], bytes] | None:
+        """Ids of the whole blocks up to `last`, first to last, and their packed tokens; None if a block on the way is gone."""
+        top, blocks, tokens, block = chain_root(root, namespace), list[BlockId](), list[bytes](), last
+        while block != top:
+            node = self.node(block)
+            piece = self.child_tokens(node.parent, block) if node is not None else None
+            if node is None or piece is None:
+                return None
+            blocks.append(block)
+            tokens.append(piece)
+            block = node.parent
+        return blocks[::-1], b"".join(reversed(tokens))
+
+    def base(self, key: SessionKey) -> Base | None:
+        """What is kept of a compacted session. Raises BadBlock."""
+        raw = self._txn.get(key, db=self._db[b"bases"])
+        return unpack_base(raw, f"base {key.hex()}") if raw is not None else None
+
+    def is_pinned(self, key: SessionKey) -> bool:
+        """Whether a session is never evicted."""
+        return self._txn.get(key, db=self._db[b"pins"]) is not None
+
+    def tenants(self) -> list[tuple[bytes, Tenant]]:
+        """All (chain root, tenant)."""
+        return [(key, _decode_tenant(raw)) for key, raw in self.scan("tenants")]
+
+    def pins(self) -> dict[SessionKey, Pin]:
+        """All pinned sessions."""
+        return {SessionKey(key): _decode_pin(raw) for key, raw in self.scan("pins")}
+
     def root(self, root: bytes) -> RootInfo | None:
         """Layout of a state fingerprint's frames."""
         raw = self._txn.get(root, db=self._db[b"roots"])
@@ -406,6 +472,15 @@ class EmptyView(View):
     def tenant(self, chain: bytes) -> Tenant | None:
         return None
 
+    def child_tokens(self, parent: BlockId, block: BlockId) -> bytes | None:
+        return None
+
+    def base(self, key: SessionKey) -> Base | None:
+        return None
+
+    def is_pinned(self, key: SessionKey) -> bool:
+        return False
+
     def points(self, parent: BlockId) -> list[tuple[bytes, PointEntry]]:
         return []
 
@@ -459,14 +534,22 @@ class Group(View):
         super().__init__(txn, databases)
         self._scratch = scratch
         self.put_bytes = 0
+        self.changes: dict[tuple[bytes, str], list[int]] = {}
+
+    def _count(self, tenant: bytes, kind: str, count: int, size: int) -> None:
+        """Note what this commit changes in the tenant's use of the disk."""
+        entry = self.changes.setdefault((bytes(tenant), kind), [0, 0])
+        entry[0] += count
+        entry[1] += size
 
     def frame_buffer(self, token_count: int, layout: Layout) -> np.ndarray:
         """Memory to build the frame of the next `put_block` or `put_tail` in, without another copy."""
         return self._scratch.value(token_count, layout)[frame_offset(token_count) :]
 
     def good_block(self, block: BlockId) -> bool:
-        """Whether a block is stored and intact: a bad one is to be put again."""
-        if not self.has_block(block):
+        """Whether a block is stored, intact and with all its groups: else it is to be put again."""
+        node = self.node(block)
+        if node is None or node.groups != ALL_GROUPS:
             return False
         try:
             self.block(block)
@@ -480,8 +563,15 @@ class Group(View):
         size = self._put(b"blocks", block.id, KIND_BLOCK, track, block.parent, block.token_start, block.tokens)
         self._txn.put(_child_prefix(block.parent, block.tokens) + block.id, block.tokens, db=self._db[b"children"])
         tenant = chain_root(track.root, track.namespace)
+        self._count_block(block.id, tenant, size)
         node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
         self._txn.put(block.id, node, db=self._db[b"nodes"])
+
+    def _count_block(self, block: BlockId, tenant: bytes, size: int) -> None:
+        old = self.node(block)
+        if old is not None:  # it was damaged, or lacked groups
+            self._count(old.tenant, "blocks", -1, -disk_bytes(old.value_bytes))
+        self._count(tenant, "blocks", 1, disk_bytes(size))
 
     def put_frame(self, track: Track, block: Sealed, frame: np.ndarray, groups: int = ALL_GROUPS) -> None:
         """Store a block with a frame (uint8) that has the groups of the mask: one that compaction has thinned out, and is imported."""
@@ -494,6 +584,7 @@ class Group(View):
         self._txn.put(block.id, value.data, db=self._db[b"blocks"])
         self._txn.put(_child_prefix(block.parent, block.tokens) + block.id, block.tokens, db=self._db[b"children"])
         tenant, end = chain_root(track.root, track.namespace), block.token_start + count
+        self._count_block(block.id, tenant, value.size)
         node = NODE.pack(block.parent, tenant, end, absent, value.size)
         self._txn.put(block.id, node, db=self._db[b"nodes"])
         self.put_bytes += value.size
@@ -511,11 +602,13 @@ class Group(View):
         entry = PointEntry(kind, position, value.size, chain_root(track.root, track.namespace))
         self._txn.put(point_key(place), _encode(entry), db=self._db[b"points"])
         self.put_bytes += value.size
+        self._count(entry.tenant, "points", 1, disk_bytes(value.size))
 
     def put_tail(self, track: Track, sequence: SequenceId, token_start: int, tokens: bytes) -> bytes:
         """Store a piece of the unfinished block, built in `frame_buffer`, and return its key."""
         key = track.parent + sequence + token_start.to_bytes(4, "big")
-        self._put(b"tails", key, KIND_TAIL, track, track.parent, token_start, tokens)
+        size = self._put(b"tails", key, KIND_TAIL, track, track.parent, token_start, tokens)
+        self._count(chain_root(track.root, track.namespace), "tails", 1, disk_bytes(size))
         return key
 
     def _put(
@@ -529,11 +622,79 @@ class Group(View):
         self.put_bytes += value.size
         return value.size
 
-    def put_progress(self, sequence: SequenceId, track: Track) -> None:
-        """Store how far a sequence is."""
+    def drop_groups(self, block: BlockId, groups: int) -> int:
+        """Store a block again without those groups of its frame that aren't in the mask. Returns the bytes that this saves.
+
+        Raises BadBlock
+        """
+        node, value = self.node(block), self.block(block)
+        info = self.root(value.root)
+        assert node is not None
+        if info is None:
+            raise BadBlock("a block's root is gone", where=f"block {block.hex()}")
+        count, shape, keep = value.token_count, info.shape, value.groups & groups
+        start, was = frame_offset(value.token_count), frame_offset(value.token_count) + value.frame.size
+        out = self._scratch.room(start + shape.frame_bytes(count, keep))
+        at = start
+        for index, view in enumerate(shape.views(value.frame, count, value.groups)):
+            if keep >> index & 1 and view.size:
+                out[at : at + view.size] = view.reshape(-1)
+                at += view.size
+        absent = ALL_GROUPS & ~keep
+        block_tokens = info.block_tokens
+        pack_value(out, KIND_BLOCK, value.root, block_tokens, value.parent, value.token_start, value.tokens, absent)
+        self._txn.put(block, out.data, db=self._db[b"blocks"])
+        packed = NODE.pack(node.parent, node.tenant, node.token_end, absent, out.size)
+        self._txn.put(block, packed, db=self._db[b"nodes"])
+        self.put_bytes += out.size
+        self._count(node.tenant, "blocks", 0, disk_bytes(out.size) - disk_bytes(was))
+        return was - out.size
+
+    def put_base(self, key: SessionKey, base: Base) -> None:
+        """Store a compacted session."""
+        self.delete_base(key)
+        packed = pack_base(base)
+        self._txn.put(key, packed, db=self._db[b"bases"])
+        self._count(chain_root(RootId(base.root), base.namespace), "bases", 1, disk_bytes(len(packed)))
+
+    def delete_base(self, key: SessionKey) -> None:
+        """Remove a compacted session; what it named stays until it is collected."""
+        raw = self._txn.get(key, db=self._db[b"bases"])
+        if raw is None:
+            return
+        size = len(raw)
+        try:
+            base = unpack_base(raw, "")
+            self._count(chain_root(RootId(base.root), base.namespace), "bases", -1, -disk_bytes(size))
+        except BadBlock:
+            pass
+        self._txn.delete(key, db=self._db[b"bases"])
+
+    def put_pin(self, key: SessionKey, pin: Pin) -> None:
+        """Never evict a session."""
+        self._txn.put(key, _encode(pin), db=self._db[b"pins"])
+
+    def delete_pin(self, key: SessionKey) -> None:
+        """Let a session be evicted again."""
+        self._txn.delete(key, db=self._db[b"pins"])
+
+    def delete_owner(self, stream_key: bytes) -> None:
+        """Remove the newest epoch of a stream."""
+        self._txn.delete(stream_key, db=self._db[b"streams"])
+
+    def put_progress(
+        self, sequence: SequenceId, track: Track, position: int | None = None, used_ms: int | None = None
+    ) -> None:
+        """Store how far a sequence is.
+
+        position  what is stored, its unfinished block included; None: all that the track has
+        used_ms   when it was used last; None: now
+        """
         t = track
+        at = t.position if position is None else position
+        used = int(1000 * time.time()) if used_ms is None else used_ms
         progress = Progress(
-            t.root, t.namespace, t.session, t.stream, t.epoch, t.parent, t.block_start, t.position, t.closed
+            t.root, t.namespace, t.session, t.stream, t.epoch, t.parent, t.block_start, at, t.closed, used
         )
         self._txn.put(sequence, _encode(progress), db=self._db[b"sequences"])
 
@@ -558,22 +719,81 @@ class Group(View):
 
     def delete_block(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
         """Remove a block and its place among its parent's children."""
+        node = self.node(block)
+        if node is not None:
+            self._count(node.tenant, "blocks", -1, -disk_bytes(node.value_bytes))
         self._txn.delete(block, db=self._db[b"blocks"])
         self._txn.delete(block, db=self._db[b"nodes"])
         self._txn.delete(_child_prefix(parent, tokens) + block, db=self._db[b"children"])
 
     def delete_point(self, key: bytes) -> None:
         """Remove a rollback point, by its key in `points`."""
+        raw = self._txn.get(key, db=self._db[b"points"])
+        if raw is not None:
+            entry = _decode_point(raw)
+            self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
         self._txn.delete(key[-16:], db=self._db[b"states"])
         self._txn.delete(key, db=self._db[b"points"])
 
     def delete_tail(self, key: bytes) -> None:
         """Remove a piece of an unfinished block."""
+        raw = self._txn.get(key, db=self._db[b"tails"])
+        if raw is not None:
+            self._count(tail_tenant(self, key), "tails", -1, -disk_bytes(len(raw)))
         self._txn.delete(key, db=self._db[b"tails"])
 
     def delete_sequence(self, sequence: SequenceId) -> None:
         """Remove what is known of a sequence; its blocks stay."""
         self._txn.delete(sequence, db=self._db[b"sequences"])
+
+
+class Usage(dict[tuple[bytes, str], list[int]]):
+    """[count, bytes on disk] by (tenant's chain root, kind): blocks, tails, points, bases."""
+
+    def add(self, changes: dict[tuple[bytes, str], list[int]]) -> None:
+        """Take in what a commit has changed."""
+        for key, (count, size) in changes.items():
+            entry = self.setdefault(key, [0, 0])
+            entry[0] += count
+            entry[1] += size
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.values())
+
+    def tenant_bytes(self, chains: set[bytes]) -> int:
+        """Bytes of all kinds under these chain roots."""
+        return sum(size for (chain, _), (_, size) in self.items() if chain in chains)
+
+
+def measure_usage(view: View) -> Usage:
+    """Count all records of a snapshot, without touching a frame."""
+    usage = Usage()
+
+    def count(tenant: bytes, kind: str, size: int) -> None:
+        usage.add({(bytes(tenant), kind): [1, disk_bytes(size)]})
+
+    for _, raw in view.scan("nodes"):
+        node = unpack_node(raw)
+        count(node.tenant, "blocks", node.value_bytes)
+    for _, raw in view.scan("points"):
+        entry = view.decode_point(raw)
+        count(entry.tenant, "points", entry.value_bytes)
+    for key, raw in view.scan("tails"):
+        count(tail_tenant(view, key), "tails", len(raw))
+    for _, raw in view.scan("bases"):
+        try:
+            base = unpack_base(raw, "")
+        except BadBlock:
+            continue
+        count(chain_root(RootId(base.root), base.namespace), "bases", len(raw))
+    return usage
+
+
+def tail_tenant(view: View, key: bytes) -> bytes:
+    """Chain root of whose tail piece `key` is."""
+    node = view.node(BlockId(key[:16]))
+    return node.tenant if node is not None else key[:16]
 
 
 class Scratch:
@@ -657,6 +877,27 @@ class Store:
             self._check_version()
         self._inode = os.stat(self.path / "data.mdb").st_ino
         self._scratch = Scratch()
+        self._usage: Usage | None = None
+
+    def usage(self) -> Usage:
+        """Counts and bytes on disk, by tenant (chain root) and kind. The first call looks at every small record once."""
+        if self._usage is None:
+            with self.snapshot() as view:
+                self._usage = measure_usage(view)
+        return self._usage
+
+    def map_bytes(self) -> int:
+        """Size of the map: what the file can grow to."""
+        return self._env.info()["map_size"]
+
+    def oldest_snapshot_lag(self) -> int:
+        """How many commits the oldest open snapshot of any process is behind: its pages can't be used again."""
+        newest, oldest = self._env.info()["last_txnid"], None
+        for line in self._env.readers().splitlines()[1:]:
+            fields = line.split()
+            if len(fields) == 3 and fields[2].isdigit():
+                oldest = min(int(fields[2]), oldest if oldest is not None else int(fields[2]))
+        return newest - oldest if oldest is not None else 0
 
     def _check_version(self) -> None:
         with self._env.begin(write=True) as txn:
@@ -670,13 +911,20 @@ class Store:
                 raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(self.path))
 
     @contextmanager
-    def group(self) -> Iterator[Group]:
-        """One write transaction: committed when the block ends, dropped whole if it raises. Raises StoreFailed."""
-        _check_disk(self.path)
+    def group(self, *, freeing: bool = False) -> Iterator[Group]:
+        """One write transaction: committed when the block ends, dropped whole if it raises. Raises StoreFailed.
+
+        freeing  it only makes room, so that it is let through when the disk is full
+        """
+        if not freeing:
+            _check_disk(self.path)
         with _translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
-                yield Group(txn, self._db, self._scratch)
+                group = Group(txn, self._db, self._scratch)
+                yield group
                 _reach("drain.commit.before")
+            if self._usage is not None:
+                self._usage.add(group.changes)
             _reach("drain.commit.after")
 
     @contextmanager

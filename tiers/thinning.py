@@ -32,3 +32,26 @@ def kept_points(positions_and_kinds: Iterable[tuple[int, int]], tip: int) -> set
         if is_first or following > ratio * (tip - kept[-1]):
             kept.append(position)
     return set(kept) | ({tip} & kinds.keys())
+
+
+def window_positions(tip: int, points: Iterable[int], block_tokens: int) -> list[int]:
+    """Positions of a compacted session before which the rows of window layers stay: kept points, the tip, and blocks'
+    ends at geometric distances from it, so that a model without rollback points can be rolled back as well."""
+    ends = kept_points(((position, 1) for position in range(block_tokens, tip + 1, block_tokens)), tip)
+    return sorted({tip, *points, *ends} - {0})
+
+
+def kept_windows(windows: tuple[int, ...], positions: Iterable[int], block_count: int, block_tokens: int) -> list[int]:
+    """By block of a session: mask of the groups whose rows are needed, when a restore may end at any of `positions`.
+
+    windows  by group, 0 for rows that are always needed; a window of w needs rows [position - w, position)
+    """
+    always = 0xFFFF_FFFF & ~sum(1 << group for group, window in enumerate(windows) if window)
+    masks = [always] * block_count
+    for position in positions:
+        for group, window in enumerate(windows):
+            if window:
+                first = max(0, position - window) // block_tokens
+                for block in range(first, min(block_count, -(-position // block_tokens))):
+                    masks[block] |= 1 << group
+    return masks

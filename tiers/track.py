@@ -71,6 +71,7 @@ class Track:
     closed: bool = False
     tokens: bytes = b""
     parts: list[Part] = field(default_factory=list)
+    saved: tuple[Any, ...] = ()  # what the keeper has stored of its progress last
     passed: dict[int, tuple[BlockId, bytes]] = field(default_factory=dict)  # newest sealed blocks, by token_start
 
     def add(self, token_start: int, token_end: int, tokens: bytes, source: Any) -> list[Sealed] | None:
@@ -100,6 +101,11 @@ class Track:
             del self.passed[next(iter(self.passed))]
         self.parent, self.block_start, self.tokens, self.parts = block.id, self.position, b"", []
         return block
+
+    @property
+    def stored_position(self) -> int:
+        """How far it is in the store: tail pieces have their key as source, what waits in a lane has not."""
+        return self.block_start + sum(part.token_count for part in self.parts if isinstance(part.source, bytes))
 
     def place(self, position: int) -> PointPlace | None:
         """Where a rollback point at `position` stands; None if it is ahead of the rows or too far behind them."""

@@ -20,7 +20,9 @@ from tiers.store import StoreReader
 LAYOUT = Layout(((3, 16), (1, 8)))
 ROOT = RootId(b"root-of-the-test")
 BLOCK = 8
-SETTINGS = TierSettings(lane_bytes=1 << 16, lane_record_count=64, block_tokens=BLOCK, store_map_bytes=64 << 20)
+SETTINGS = TierSettings(
+    lane_bytes=1 << 16, lane_record_count=64, block_tokens=BLOCK, store_map_bytes=64 << 20, tail_interval_ms=0
+)
 
 
 def sequence(name: str) -> SequenceId:

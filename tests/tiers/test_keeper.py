@@ -457,3 +457,115 @@ def test_tiers_import_no_torch() -> None:
     check = "import sys; assert not {'torch', 'engine', 'gateway', 'ops'} & set(sys.modules)"
     script = "\n".join([f"import tiers.{name}" for name in names] + [check])
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=30)
+
+
+# ---------------------------------------------------------------- rows that wait for their block
+
+
+def test_rows_of_an_unfinished_block_are_written_once(world: World) -> None:
+    """They wait in the lane, are found there, and go into the block; a drain on request writes what is left."""
+    patient = World(world.paths, dataclasses.replace(world.settings, tail_interval_ms=60_000))
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [])
+    drain = Drain(patient.paths, patient.settings)
+    for position in range(43):
+        append_rows(lane, "a", position, TOKENS[position : position + 1])
+        drain.step()
+        if position % 5 == 0:
+            drain.sync()
+            assert lane.tail <= 1 + (position + 1) // BLOCK * BLOCK
+    assert drain.counts["blocks_put"] == 5 and drain.counts["tails_put"] == 0
+    assert drain.counts["put_bytes"] < 1.5 * drain.counts["captured_bytes"]  # tiny blocks: headers weigh
+    drain.flush(sync=True)
+    assert drain.counts["tails_put"] == 1 and lane.tail == lane.head
+    drain.close()
+    assert world.restorable(TOKENS) == 43
+
+
+@pytest.mark.parametrize("why", ["time", "lane fills", "closed"])
+def test_rows_do_not_wait_for_ever(world: World, why: str) -> None:
+    interval = 1 if why == "time" else 60_000
+    drain = Drain(world.paths, dataclasses.replace(world.settings, tail_interval_ms=interval))
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [3])
+    drain.step()
+    assert drain.counts["tails_put"] == 0
+    if why == "time":
+        time.sleep(0.002)
+    elif why == "closed":
+        lane.append_close(sequence("a"), 1, 3)
+    else:
+        for position in range(20):
+            append_rows(lane, "b", position, TOKENS[position : position + 1])
+    drain.step()
+    drain.step()
+    assert drain.counts["tails_put"] == 1
+    drain.close()
+
+
+def test_killed_with_rows_waiting(world: World) -> None:
+    """The next keeper takes them again from the lane."""
+    patient = dataclasses.replace(world.settings, tail_interval_ms=60_000)
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [3, 13, 21])
+    drain = Drain(world.paths, patient)
+    drain.step()
+    drain.close()
+    assert lane.tail < lane.head
+    assert world.restorable(TOKENS) == 21
+    append_rows(lane, "a", 21, TOKENS[21:])
+    assert world.drain()["blocks_put"] == 3
+    assert world.restorable(TOKENS) == 43
+
+
+# ---------------------------------------------------------------- compaction through the control socket
+
+
+def test_compaction_by_command(world: World) -> None:
+    lane = world.lane()
+    other = TOKENS.copy()
+    other[18:] += 1
+    with keeper_process(world, compact_interval_s=0):
+        socket_path = world.paths.keeper_socket
+        assert keeper_client.job(socket_path) is None
+        for name, tokens in (("rejected", other), ("kept", TOKENS)):
+            world.capture(lane, name, tokens, [43])
+            lane.append_close(sequence(name), 1, 43)
+        keeper_client.drain(socket_path)
+        assert keeper_client.compact(socket_path, dry_run=True, grace_s=0).counts.get("freed_blocks", 0) == 0
+        seen: list[str] = []
+        done = keeper_client.compact(socket_path, grace_s=0.1, on_progress=lambda state: seen.append(state.phase))
+        assert done.finished and done.counts["folded"] == 1 and done.counts["freed_blocks"] == 3
+        assert seen[-1] == "done" and "wait" in seen
+        (session,) = keeper_client.sessions(socket_path)
+        assert session.session == "chat" and session.stored == 43 and session.compacted and not session.live
+        assert keeper_client.sessions(socket_path, session="another") == []
+        tenants = keeper_client.tenants(socket_path)
+        assert tenants["default"].blocks[0] == 5 and tenants["default"].bases[0] == 1
+        keeper_client.pin(socket_path, "default", "chat")
+        assert keeper_client.sessions(socket_path)[0].pinned
+        stats = keeper_client.stats(socket_path)
+        assert stats["captured_bytes"] > 0 and stats["live_bytes"] > 0
+        assert keeper_client.remove(socket_path, "default", "chat")["blocks"] == 5
+        assert keeper_client.sessions(socket_path) == []
+
+
+def test_keeper_compacts_by_itself(world: World) -> None:
+    lane = world.lane()
+    with keeper_process(world, compact_interval_s=0.05, compact_after_s=0.05):
+        world.capture(lane, "a", TOKENS, [43])
+        lane.append_close(sequence("a"), 1, 43)
+        keeper_client.drain(world.paths.keeper_socket)
+        deadline = time.monotonic() + 60
+        while not keeper_client.sessions(world.paths.keeper_socket)[0].compacted:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_one_compaction_at_a_time(world: World) -> None:
+    with keeper_process(world, compact_interval_s=0):
+        first = keeper_client.start_compact(world.paths.keeper_socket, grace_s=30)
+        with pytest.raises(StoreFailed, match="is running"):
+            keeper_client.start_compact(world.paths.keeper_socket)
+        state = keeper_client.job(world.paths.keeper_socket)
+        assert state is not None and state.id == first.id and not state.finished

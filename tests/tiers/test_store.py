@@ -126,7 +126,7 @@ def test_best_child_shares_most_tokens(store: Store, branches: int) -> None:
 
 def test_group_that_raises_is_dropped_whole(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.group() as group:
-        group.put_progress(sequence("a"), new_track())
+        group.put_progress(sequence("a"), new_track(), 0, 0)
         raise ZeroDivisionError
     with store.snapshot() as view:
         assert view.progress(sequence("a")) is None
