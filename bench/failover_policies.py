@@ -1,0 +1,93 @@
+"""What does a recovery cost under each failover policy, and does it grow with the context?
+
+Question  SIGKILL of the serving engine: the client's wait for its next token under `cold`, `warm` and `hot`, by length of context.
+Regime    Demo model, one stream, greedy, prompt of seeded random token ids; two engines (cold: one). The kill comes after the eighth
+          token, under `hot` once the standby has caught up. Median of several kills; every process is real.
+Baseline  Of each policy and length: `cold` at that length, in the same run. Of `hot 7k / 256`: hot at the shortest length. Of
+          `hot ... beyond a token`: the wait for an ordinary token.
+Unit      ms; ratio is cold / ours, except `hot 7k / 256` (longest / shortest). Wanted: at most 1.2 there, and 150 ms beyond a token.
+Seed      --seed
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bench import moving, report
+from bench.driver import System, system
+from bench.recovery_gap import PARTS
+
+LENGTHS = (256, 1024, 4096, 7168)
+QUICK_LENGTHS = (256, 2048)
+POLICIES = ("cold", "warm", "hot")
+KILL_AFTER_TOKENS = 8
+ANSWER_TOKENS = 24
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    draw = random.Random(options.seed)
+    lengths = QUICK_LENGTHS if options.quick else LENGTHS
+    prompts = {length: report.random_tokens(draw, length) for length in lengths}
+    measured = {policy: measure(options, policy, prompts) for policy in POLICIES}
+    rows = report.Report("failover_policies", options.quick)
+    rows.details = measured
+    gap = {(p, n): report.median([kill["gap_ms"] for kill in measured[p][n]]) for p in POLICIES for n in lengths}
+    for policy in POLICIES:
+        for length in lengths:
+            kills = measured[policy][length]
+            parts = {part: report.median([kill[part] for kill in kills]) for part in PARTS}
+            note = ", ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in parts.items())
+            ours, cold = gap[policy, length], gap["cold", length]
+            rows.add(report.Row(f"{policy} {report.length_name(length)}", ours, "ms", cold, cold / ours, "", note))
+    add_hot(rows, measured["hot"], gap, lengths)
+    rows.finish()
+
+
+def add_hot(rows: report.Report, hot: Any, gap: dict[tuple[str, int], float], lengths: tuple[int, ...]) -> None:
+    short, long = lengths[0], lengths[-1]
+    name = f"hot {report.length_name(long)} / {report.length_name(short)}"
+    rows.add(
+        report.Row(name, gap["hot", long], "ms", gap["hot", short], gap["hot", long] / gap["hot", short], "<= 1.2")
+    )
+    for length in lengths:
+        token = report.median([kill["token_ms"] for kill in hot[length]])
+        beyond = max(0.0, gap["hot", length] - token)
+        case = f"hot {report.length_name(length)} beyond a token"
+        rows.add(report.Row(case, beyond, "ms", token, beyond / token, "value <= 150"))
+
+
+def measure(options: Any, policy: str, prompts: dict[int, list[int]]) -> dict[int, list[dict[str, float]]]:
+    """Per length: gap, parts and the time of an ordinary token, of each kill."""
+    host = {"restart_limit_ms": 500, "nursery": policy != "cold"}
+    spares = {"failover": policy, "spares": 0 if policy == "cold" else 1}
+    settings = {"engine": {"threads": options.threads}, "host": host, "gateway": spares}
+    engines = 1 if policy == "cold" else 2
+    kills = 2 if options.quick else (3 if policy == "cold" else 7)
+    measured = {}
+    with system(options.model, name=policy, engines=engines, settings=settings) as running:
+        for length, prompt in prompts.items():
+            body = moving.request(prompt, ANSWER_TOKENS)
+            running.stream("/v1/completions", body)  # the prompt is stored now; what follows finds it
+            measured[length] = [one_kill(running, body, policy) for _ in range(kills)]
+            report.say(f"  {policy} {length}: {[round(kill['gap_ms']) for kill in measured[length]]} ms")
+    return measured
+
+
+def one_kill(running: System, body: dict[str, Any], policy: str) -> dict[str, float]:
+    running.wait_ready()
+
+    def ready(answer: Any) -> bool:
+        return len(answer.tokens) >= KILL_AFTER_TOKENS and (policy != "hot" or moving.followed(running, answer))
+
+    answer = running.stream(
+        "/v1/completions", body, watch=moving.once_when(ready, lambda seen: moving.kill_serving(running, seen))
+    )
+    recovery = moving.only(answer, "recoveries")
+    gap = moving.gap_before_ms(answer, recovery["position"] - len(body["prompt"]))
+    return {"gap_ms": gap, "token_ms": moving.token_ms(answer), **{part: recovery[part] for part in PARTS}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What does a hot standby cost the engine that it stands by for?
+
+Question  Tokens a second of four streams, with a second engine that follows every row of them, and with one that does nothing.
+Regime    Demo model, two engines on one machine (the standby's copies compete for its cores and memory), prompts of 512 seeded token ids,
+          greedy; the two policies take turns. Real processes.
+Baseline  Policy `warm`, in the same run.
+Unit      tokens/s from the first to the last token; ratio is hot / warm.
+Seed      --seed
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bench import moving, report
+from bench.driver import System, at_once, system
+from bench.sse import Answer
+
+STREAMS = 4
+PROMPT_TOKENS = 512
+
+
+def main() -> None:
+    options = report.arguments(__doc__)
+    draw = random.Random(options.seed)
+    tokens, rounds = (24, 1) if options.quick else (128, 3)
+    prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(STREAMS)]
+    found: dict[str, list[float]] = {"warm": [], "hot": []}
+    for _ in range(rounds):
+        for policy, rates in found.items():
+            settings: Any = {"engine": {"threads": options.threads}, "gateway": {"failover": policy}}
+            with system(options.model, name=policy, engines=2, settings=settings) as running:
+                rates.append(rate(running, prompts, tokens))
+                report.say(f"  {policy}: {rates[-1]:.1f} tokens/s")
+    rows = report.Report("standby_cost", options.quick)
+    rows.details = found
+    hot, warm = report.median(found["hot"]), report.median(found["warm"])
+    rows.add(report.Row(f"{STREAMS} streams", hot, "tokens/s", warm, hot / warm))
+    rows.finish()
+
+
+def rate(running: System, prompts: list[list[int]], tokens: int) -> float:
+    def one(prompt: list[int]) -> Answer:
+        return running.stream("/v1/completions", moving.request(prompt, tokens), timeout_s=600.0)
+
+    answers = at_once([lambda prompt=prompt: one(prompt) for prompt in prompts], 900.0)  # type: ignore[misc]
+    began = max(answer.tokens[0].at for answer in answers)  # all decode from here on
+    ended = min(answer.tokens[-1].at for answer in answers)
+    count = sum(sum(began < event.at <= ended for event in answer.tokens) for answer in answers)
+    return count / (ended - began)
+
+
+if __name__ == "__main__":
+    main()
