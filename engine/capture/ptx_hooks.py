@@ -1,0 +1,82 @@
+"""Where a framework hands over PTX: instrumented kernels for CuPy and Triton, and the tables that their marks go by.
+
+CuPy: `load(ptx)` gives a module whose kernels mark what they write. Triton: while `triton_kernels_mark()` holds, kernels that it
+compiles are instrumented between its own PTX and its assembler. Either way `fill` says which ranges are registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
+from engine.capture.errors import NoDevice
+from engine.capture.ptx_marks import REGIONS, Instrumented, MarkedRange, instrument, regions_table
+
+log = structlog.get_logger()
+
+
+def load(ptx: str) -> tuple[Any, Instrumented]:
+    """An instrumented module in the current CUDA context (a `cupy.cuda.Module`), and what was put into it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoDevice(f"CuPy is not installed: {error}") from error
+    done = instrument(ptx)
+    module = cupy.cuda.Module()
+    module.load(done.text.encode() + b"\0")
+    return module, done
+
+
+def fill(module: Any, ranges: Sequence[MarkedRange]) -> None:
+    """Register ranges with an instrumented module; takes effect for launches after it."""
+    from cupy.cuda import runtime
+
+    table = regions_table(ranges)
+    source = ctypes.create_string_buffer(table, len(table))
+    target = module.get_global_var(REGIONS)
+    runtime.memcpy(
+        int(getattr(target, "ptr", target)), ctypes.addressof(source), len(table), runtime.memcpyHostToDevice
+    )
+
+
+def instrumented_stage(compile_ptx: Callable[..., str], seen: Callable[[Instrumented], None]) -> Callable[..., str]:
+    """A compiler stage that hands out PTX, with the pass behind it. Text that cannot be instrumented stays as it is, and is told."""
+
+    def stage(*arguments: Any, **options: Any) -> str:
+        text = compile_ptx(*arguments, **options)
+        try:
+            done = instrument(text)
+        except ValueError as error:
+            log.warning("capture.ptx_left_alone", reason=str(error))
+            return text
+        seen(done)
+        return done.text
+
+    return stage
+
+
+@contextmanager
+def triton_kernels_mark(seen: Callable[[Instrumented], None]) -> Iterator[None]:
+    """Triton kernels compiled inside mark the pages that they write; `seen` is told what was put into each.
+
+    Triton's cache is by its own key, which this changes: kernels compiled outside stay apart from those compiled inside.
+    """
+    from triton import knobs
+
+    before = knobs.runtime.add_stages_inspection_hook
+
+    def hook(backend: Any = None, stages: Any = None, *rest: Any, **options: Any) -> Any:
+        if stages is None:  # asked for what belongs into the cache's key
+            return "concordia-marks", "concordia-marks-1"
+        stages["ptx"] = instrumented_stage(stages["ptx"], seen)
+        return None
+
+    knobs.runtime.add_stages_inspection_hook = hook
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before

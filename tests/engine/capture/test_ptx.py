@@ -1,0 +1,176 @@
+"""The PTX pass, on text of real compilers: what it marks, what it leaves alone, that the result assembles."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.capture.ptx_hooks import instrumented_stage
+from engine.capture.ptx_marks import REGIONS_BYTES, MarkedRange, instrument, regions_table
+from engine.capture.ptx_text import functions
+from tests.engine.capture.tools import ptxas
+
+SAMPLES = Path(__file__).parent / "ptx"
+HEAD = ".version 8.0\n.target sm_90\n.address_size 64\n"
+
+
+def sample(name: str) -> str:
+    return (SAMPLES / f"{name}.ptx").read_text()
+
+
+def kernel(body: str, parameters: str = ".param .b64 out") -> str:
+    return (
+        f"{HEAD}.visible .entry k(\n\t{parameters}\n)\n{{\n\t.reg .pred %p<9>;\n\t.reg .b32 %r<9>;\n"
+        f"\t.reg .b64 %rd<9>;\n\tld.param.b64 %rd1, [out];\n{body}\n\tret;\n}}\n"
+    )
+
+
+def assemble(text: str, directory: Path, architecture: str = "sm_90a") -> None:
+    """Assemble; an assembler older than the text's compiler is told that the text is as old as itself."""
+    assembler = ptxas()
+    file = directory / "text.ptx"
+    for version in (None, "8.8", "8.0"):
+        file.write_text(text if version is None else re.sub(r"^\.version .*$", f".version {version}", text, flags=re.M))
+        done = subprocess.run(
+            [assembler, f"-arch={architecture}", str(file), "-o", str(directory / "out")],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if "Unsupported .version" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, stores, kinds",
+    [
+        ("nvrtc_12_9", {"saxpy": 1, "_Z3putP6float4S_": 1, "tiled": 3}, {"entry": 2, "barrier": 2, "return": 2}),
+        ("nvrtc_13_5_lines", {"saxpy": 1, "_Z3putP6float4S_": 1, "tiled": 3}, {"entry": 2, "barrier": 2, "return": 2}),
+        ("triton_3_9_scale", {"scale": 8}, {"entry": 1, "return": 1}),
+        ("triton_3_9_total", {"total": 1}, {"entry": 1, "barrier": 3, "return": 1}),
+    ],
+)
+def test_text_of_real_compilers_is_marked_and_assembles(
+    name: str, stores: dict[str, int], kinds: dict[str, int], tmp_path: Path
+) -> None:
+    done = instrument(sample(name))
+    assert done.stores == stores
+    found = [point.kind for point in done.safe_points]
+    assert {kind: found.count(kind) for kind in set(found)} == kinds
+    assert [point.number for point in done.safe_points] == list(range(len(found)))
+    assert done.unmarked == []
+    assemble(done.text, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nvrtc_12_9", "triton_3_9_scale"])
+def test_nothing_but_insertions_is_done_to_the_text(name: str) -> None:
+    text = sample(name)
+    rest = instrument(text).text
+    for line in text.splitlines():
+        at = rest.find(line)
+        assert at >= 0, f"the line {line!r} is gone or out of order"
+        rest = rest[at + len(line) :]
+
+
+def test_the_functions_of_a_module_are_found_with_their_bodies() -> None:
+    text = (
+        HEAD + ".func helper(.param .b64 a);  // only declared { }\n"
+        '.func (.param .b32 r) f(.param .b64 a) { ret; }\n/* .entry no() { } */\n.entry k() { .pragma "a{b"; { ret; } }\n'
+    )
+    assert [(f.name, f.is_entry, len(f.statements)) for f in functions(text)] == [("f", False, 1), ("k", True, 2)]
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "st.global.b32 [%rd1], %r1;",
+        "st.global.v4.b32 [%rd1+-16], {%r1, %r2, %r3, %r4};",
+        "@%p1 st.b32 [%rd1 + 0], %r1;",
+        "@!%p1 st.global.wt.b32 [%rd1+0x10], %r1;",
+        "red.global.add.u32 [%rd1+8], %r1;",
+        "atom.global.add.u32 %r2, [%rd1], %r1;",
+        "atom.global.exch.b64 %rd1, [%rd1], %rd2;",
+        "st.release.sys.global.u64 [%rd1], %rd2;",
+        "st.volatile.global.u32 [variable+4], %r1;",
+        "@%p2 atom.global.cas.b32 %r2, [%rd1], %r3, %r4;",
+    ],
+)
+def test_every_kind_of_store_is_marked(store: str, tmp_path: Path) -> None:
+    body = f"\tmov.u32 %r1, 1;\n\tmov.u32 %r2, 1;\n\tmov.u32 %r3, 1;\n\tmov.u32 %r4, 1;\n\tmov.u64 %rd2, 1;\n\tsetp.ne.u32 %p1, %r1, 0;\n\tsetp.ne.u32 %p2, %r1, 0;\n\t{store}"
+    text = kernel(body).replace(".visible", ".visible .global .align 8 .b8 variable[64];\n.visible", 1)
+    done = instrument(text)
+    assert sum(done.stores.values()) == 1
+    assemble(done.text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "st.shared.b32 [%r1], %r2;",
+        "st.local.b32 [%rd1], %r2;",
+        "ld.global.b32 %r1, [%rd1];",
+        "st.shared::cta.b32 [%r1], %r2;",
+    ],
+)
+def test_stores_elsewhere_and_loads_are_left_alone(store: str) -> None:
+    assert instrument(kernel("\t" + store)).stores == {}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 64;",
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r1], 64;",
+        "multimem.red.global.add.u32 [%rd1], %r1;",
+    ],
+)
+def test_writes_round_the_registers_are_reported_not_hidden(write: str, tmp_path: Path) -> None:
+    done = instrument(kernel("\t" + write))
+    assert done.stores == {}
+    assert done.unmarked == [f"k: {write}"]
+
+
+def test_a_mark_stands_before_an_atomic_that_overwrites_its_address() -> None:
+    text = instrument(kernel("\tatom.global.exch.b64 %rd1, [%rd1], %rd2;")).text
+    assert text.index("add.s64 %concordia_a, %rd1, 0;") < text.index("atom.global.exch")
+
+
+def test_a_guarded_stores_mark_is_skipped_with_it() -> None:
+    text = instrument(kernel("\t@%p1 st.global.b32 [%rd1], %r1;")).text
+    assert "@!%p1 bra $concordia_m0;" in text
+    text = instrument(kernel("\t@!%p1 st.global.b32 [%rd1], %r1;")).text
+    assert "@%p1 bra $concordia_m0;" in text
+
+
+def test_a_loop_that_begins_a_kernel_passes_its_entry_once() -> None:
+    text = instrument(kernel("$again:\n\tbra $again;").replace("\tld.param.b64 %rd1, [out];\n", "")).text
+    assert text.index("safe point 0: entry") < text.index("$again:")
+
+
+def test_text_that_is_not_for_the_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="address_size 64"):
+        instrument(".version 8.0\n.target sm_90\n.address_size 32\n")
+    with pytest.raises(ValueError, match="already"):
+        instrument(instrument(kernel("")).text)
+
+
+def test_a_compilers_stage_hands_out_instrumented_text_or_leaves_it() -> None:
+    seen = []
+    stage = instrumented_stage(lambda source, metadata: source, seen.append)
+    assert "concordia_mark" in stage(sample("triton_3_9_scale"), {})
+    assert stage("not ptx", {}) == "not ptx"
+    assert len(seen) == 1
+
+
+def test_the_table_of_ranges_has_its_size_and_a_bound() -> None:
+    table = regions_table([MarkedRange(4096, 8192, 12, 65536)])
+    assert len(table) == REGIONS_BYTES
+    assert struct.unpack_from("<QQQQQ", table) == (1, 4096, 8192, 12, 65536)
+    with pytest.raises(ValueError, match="8 at most"):
+        regions_table([MarkedRange(4096, 1, 12, 0)] * 9)
