@@ -143,16 +143,17 @@ class Drained(Protocol):
 
     def now(self) -> Now: ...
     def store(self) -> Store: ...
+    def is_open(self, store: Store) -> bool: ...
     def catch_up(self) -> None: ...
     def settle(self) -> None: ...
 
 
-Phase = Literal["fold", "evict", "mark", "wait", "free", "done"]
+Phase = Literal["fold", "evict", "mark", "wait", "free", "copy", "verify", "switch", "done"]
 
 
 @dataclass(slots=True)
 class Progressing:
-    """How far a compaction is; `done` of `total` is within the phase. Counts: folded, evicted, freed_…, rewritten_…, kept_…."""
+    """How far a compaction or a shrink is; `done` of `total` is within the phase."""
 
     phase: Phase = "fold"
     done: int = 0

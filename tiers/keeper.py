@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +51,7 @@ from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.repair import ASIDE, Damaged, repair_store
 from tiers.settings import TierSettings
+from tiers.shrink import Shrink
 from tiers.store import Group, Pin, RootInfo, Store, StreamOwner, stream_key
 from tiers.track import Part, Sealed, Track, open_track
 
@@ -135,6 +137,10 @@ class Drain:
     def store(self) -> Store:
         """The open store, for compaction. Raises StoreFailed."""
         return self._open_store()
+
+    def is_open(self, store: Store) -> bool:
+        """Whether this is still the store in use: one that failed is closed and opened anew."""
+        return self._store is store
 
     def now(self) -> Now:
         """The time, as "used last" is counted."""
@@ -842,14 +848,22 @@ class Busy(TierError):
 class Job:
     """A compaction in hand: advanced in slices, looked at by number."""
 
-    def __init__(self, number: int, compaction: Compaction, background: bool) -> None:
+    def __init__(self, number: int, compaction: Compaction, background: bool, shrink: Shrink | None = None) -> None:
         self.number = number
         self.background = background
         self.finished = False
         self.error = ""
-        self._compaction = compaction
-        self._steps = compaction.run()
+        self._now: Compaction | Shrink = compaction
+        self._counts: Counter[str] = Counter()
+        self._steps = self._run(compaction, shrink)
         self._began = time.monotonic()
+
+    def _run(self, compaction: Compaction, shrink: Shrink | None) -> Generator[None, None, None]:
+        yield from compaction.run()
+        if shrink is not None:
+            self._counts = compaction.progress.counts
+            self._now = shrink
+            yield from shrink.run()
 
     def advance(self) -> None:
         """Work for JOB_SLICE_S at most, apart from the transaction in hand."""
@@ -857,26 +871,26 @@ class Job:
         try:
             while time.monotonic() < until:
                 next(self._steps)
-                if self._compaction.progress.phase == "wait":
+                if self._now.progress.phase == "wait":
                     return
         except StopIteration:
             self.finished = True
-            counts = self._compaction.progress.counts
-            log.info("compact.done", s=round(time.monotonic() - self._began, 2), **counts)
-        except TierError as error:
+            log.info("compact.done", s=round(time.monotonic() - self._began, 2), **self.state()["counts"])
+        except (TierError, OSError) as error:
             self.finished, self.error = True, str(error)
             log.warning("compact.stopped", error=str(error))
 
     def cancel(self) -> None:
         """Stop where it is; what it has done stays."""
-        self._steps.close()  # type: ignore[attr-defined]
+        self._steps.close()
         self.finished, self.error = True, "another compaction was asked for"
 
     def state(self) -> dict[str, Any]:
         """For the control socket."""
-        at = self._compaction.progress
+        at = self._now.progress
+        counts = dict(self._counts + at.counts) if at.counts is not self._counts else dict(at.counts)
         return {
-            "id": self.number, "phase": at.phase, "done": at.done, "total": at.total, "counts": dict(at.counts),
+            "id": self.number, "phase": at.phase, "done": at.done, "total": at.total, "counts": counts,
             "finished": self.finished, "error": self.error, "background": self.background,
         }  # fmt: skip
 
@@ -959,7 +973,9 @@ class Keeper:
         except TierError as error:
             log.warning("compact.postponed", error=str(error))
 
-    def _start_job(self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False) -> Job:
+    def _start_job(
+        self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False, shrink: bool = False
+    ) -> Job:
         if self._job is not None and not self._job.finished:
             if not self._job.background:
                 raise Busy(f"compaction {self._job.number} is running")
@@ -967,7 +983,7 @@ class Keeper:
         self._jobs += 1
         budget = self.drain.budget()
         compaction = Compaction(self.drain, settle_s=settle_s, grace_s=grace_s, budget=budget, dry_run=dry_run)
-        self._job = Job(self._jobs, compaction, background)
+        self._job = Job(self._jobs, compaction, background, Shrink(self.drain) if shrink and not dry_run else None)
         return self._job
 
     def _look_for_host(self) -> None:
@@ -1063,8 +1079,8 @@ class Keeper:
         drain, namespace, session = self.drain, request.get("namespace"), request.get("session")
         if op == "compact":
             settle_s, grace_s = float(request.get("settle_s", 0)), float(request.get("grace_s", GRACE_S))
-            dry_run = bool(request.get("dry_run", False))
-            return {"job": self._start_job(settle_s, grace_s, dry_run=dry_run).state()}
+            dry_run, shrink = bool(request.get("dry_run", False)), bool(request.get("shrink", False))
+            return {"job": self._start_job(settle_s, grace_s, dry_run=dry_run, shrink=shrink).state()}
         if op == "job":
             return {"job": self._job.state() if self._job is not None else None}
         if op == "sessions":

@@ -22,10 +22,11 @@ ANSWER_LIMIT_BYTES = 64 << 20
 
 
 class JobState(msgspec.Struct, frozen=True):
-    """How far a compaction is: `done` of `total` within its phase (fold, evict, mark, wait, free, done).
+    """How far a compaction is: `done` of `total` within its phase (fold, evict, mark, wait, free; shrinking copy, verify, switch; done).
 
     counts  folded sessions, folded_sequences, evicted, freed_blocks, freed_tails, freed_points, freed_streams, freed_bytes,
-            rewritten_blocks and rewritten_bytes (window rows dropped), kept_broken (sequences with a block missing), bad_bases
+            rewritten_blocks and rewritten_bytes (window rows dropped), kept_broken (sequences with a block missing), bad_bases;
+            shrinking copied_records, copied_bytes, bad_records (copied as they are); freed_bytes then counts the file's as well
     error   why it ended early; "" if it didn't
     """
 
@@ -140,6 +141,7 @@ def start_compact(
     settle_s: float = 0.0,
     grace_s: float | None = None,
     dry_run: bool = False,
+    shrink: bool = False,
     timeout_s: float = 10.0,
 ) -> JobState:
     """Begin a compaction; ask `job` how far it is. One runs at a time; one that the keeper began by itself gives way.
@@ -147,9 +149,10 @@ def start_compact(
     settle_s  sessions used since then are left alone; 0: only those that are live
     grace_s   how long what is unnamed is left alone before it is freed; None: the keeper's default
     dry_run   change nothing; the counts say what would be freed
+    shrink    afterwards make the store's file as small as what is in it, while serving: copy, verify, switch
     Raises KeeperAway, StoreFailed (also while another one runs)
     """
-    request: dict[str, Any] = {"op": "compact", "settle_s": settle_s, "dry_run": dry_run}
+    request: dict[str, Any] = {"op": "compact", "settle_s": settle_s, "dry_run": dry_run, "shrink": shrink}
     if grace_s is not None:
         request["grace_s"] = grace_s
     return msgspec.convert(_ask(path, request, timeout_s)["job"], JobState)
@@ -166,13 +169,14 @@ def compact(
     settle_s: float = 0.0,
     grace_s: float | None = None,
     dry_run: bool = False,
+    shrink: bool = False,
     on_progress: Callable[[JobState], None] | None = None,
     poll_s: float = 0.1,
     timeout_s: float = 86_400.0,
 ) -> JobState:
     """Compact and wait until it is done. Arguments as of `start_compact`. Raises KeeperAway, StoreFailed, TierError (it ended early)."""
     deadline = time.monotonic() + timeout_s
-    state = start_compact(path, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run)
+    state = start_compact(path, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run, shrink=shrink)
     number = state.id
     while not state.finished:
         if on_progress is not None:

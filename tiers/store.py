@@ -7,6 +7,7 @@ handed out as views into the map, valid inside the with-block. Source: docs/log-
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -862,12 +863,21 @@ class Store:
             if not safe:
                 self._unsafe.write_text(_boot_id())
                 _sync_file(self._unsafe)  # before the first write that isn't synced
+            shutil.rmtree(self.path / "shrink", ignore_errors=True)  # of a keeper that was killed in the middle of it
             _make_whole(self.path)
         except OSError as error:
             raise StoreFailed("the store can't be made", where=str(self.path), cause=str(error)) from error
+        self._map_bytes = map_bytes
+        self._scratch = Scratch()
+        self._usage: Usage | None = None
+        self.touched: set[tuple[bytes, bytes]] | None = None  # while the file is being copied: what commits change
+        self._open_env()
+
+    def _open_env(self) -> None:
+        safe = self.durability != "process"
         with _translated(self.path):
             self._env = lmdb.open(
-                str(self.path), map_size=map_bytes, max_dbs=len(DATABASES), mode=0o600, metasync=False, sync=safe
+                str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), mode=0o600, metasync=False, sync=safe
             )
             if safe:
                 self._env.sync(True)
@@ -876,8 +886,31 @@ class Store:
             self._db = {name: self._env.open_db(name) for name in DATABASES}
             self._check_version()
         self._inode = os.stat(self.path / "data.mdb").st_ino
-        self._scratch = Scratch()
-        self._usage: Usage | None = None
+
+    def take_touched(self) -> set[tuple[bytes, bytes]]:
+        """(database, key) of everything that was changed since the last call, while the file is being copied."""
+        assert self.touched is not None, "nothing is being copied"
+        touched, self.touched = self.touched, set()
+        return touched
+
+    def switch(self, target: Path) -> None:
+        """Let the file in `target`, closed and synced, take the place of this one, and go on with it. Raises StoreFailed.
+
+        The old lock file goes first: a lock file says which root of its data file is the newest, so that it must never be
+        used with another. No reader opens the store in between.
+        """
+        try:
+            self._env.close()
+            with opening(self.path, fcntl.LOCK_EX):
+                failpoints.reach("compact.shrink_switch.before")
+                (self.path / "lock.mdb").unlink(missing_ok=True)
+                os.rename(target / "data.mdb", self.path / "data.mdb")
+                failpoints.reach("compact.shrink_switch.after")
+                _sync_file(self.path)
+        except OSError as error:
+            raise StoreFailed("the store's file can't be switched", where=str(self.path), cause=str(error)) from error
+        finally:
+            self._open_env()
 
     def usage(self) -> Usage:
         """Counts and bytes on disk, by tenant (chain root) and kind. The first call looks at every small record once."""
@@ -920,9 +953,12 @@ class Store:
             _check_disk(self.path)
         with _translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
-                group = Group(txn, self._db, self._scratch)
+                noting = _Noting(txn, self._db) if self.touched is not None else None
+                group = Group(noting or txn, self._db, self._scratch)
                 yield group
                 _reach("drain.commit.before")
+            if noting is not None and self.touched is not None:
+                self.touched |= noting.touched
             if self._usage is not None:
                 self._usage.add(group.changes)
             _reach("drain.commit.after")
@@ -969,6 +1005,40 @@ class Store:
             self._env.close()
 
 
+class _Noting:
+    """A write transaction that notes which keys are changed."""
+
+    def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
+        self._txn = txn
+        self._names = {id(handle): name for name, handle in databases.items()}
+        self.touched: set[tuple[bytes, bytes]] = set()
+
+    def put(self, key: bytes, value: Any, *, db: Any) -> bool:
+        self.touched.add((self._names[id(db)], bytes(key)))
+        return self._txn.put(key, value, db=db)
+
+    def delete(self, key: bytes, *, db: Any) -> bool:
+        self.touched.add((self._names[id(db)], bytes(key)))
+        return self._txn.delete(key, db=db)
+
+    def cursor(self, *, db: Any) -> Any:
+        return self._txn.cursor(db=db)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._txn, name)
+
+
+@contextmanager
+def opening(path: Path, mode: int) -> Iterator[None]:
+    """Hold the store's directory while its files are opened (LOCK_SH) or switched (LOCK_EX)."""
+    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, mode)
+        yield
+    finally:
+        os.close(directory)
+
+
 class StoreReader:
     """The store for everyone else: read-only, opened at the first snapshot, and again when the file was replaced."""
 
@@ -991,12 +1061,16 @@ class StoreReader:
 
     def _open(self) -> bool:
         try:
-            inode = os.stat(self.path / "data.mdb").st_ino
-        except FileNotFoundError:
+            if self._env is not None and os.stat(self.path / "data.mdb").st_ino == self._inode:
+                return True
+            with opening(self.path, fcntl.LOCK_SH):
+                return self._open_again()
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        if self._env is not None and inode == self._inode:
-            return True
+
+    def _open_again(self) -> bool:
         self.close()
+        inode = os.stat(self.path / "data.mdb").st_ino
         with _translated(self.path):
             env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), readonly=True, create=False

@@ -1,0 +1,217 @@
+"""Shrinking the store's file while it is in use: nothing is lost at any step, and readers go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
+from tests.tiers.test_compaction import answer, check_usage, compact, counts, restorable
+from tests.tiers.test_keeper import keeper_process
+from tiers import failpoints, keeper_client
+from tiers.errors import StoreFailed, TierError
+from tiers.keeper import Drain
+from tiers.shrink import Shrink
+from tiers.verify import verify
+
+REPOSITORY = Path(__file__).parents[2]
+LISTS = [some_tokens(3 * BLOCK + 3, seed=index) for index in range(40)]
+
+
+def fill(world: World, drain: Drain) -> None:
+    """Forty sessions, of which three stay: most of the file is free pages."""
+    lane = world.lane()
+    for index, tokens in enumerate(LISTS):
+        answer(world, lane, f"s{index}", tokens, session=f"s{index}")
+        drain.flush(sync=True)
+    for index in range(3, len(LISTS)):
+        drain.remove("default", f"s{index}", force=False, dry_run=False)
+    lane.close()
+
+
+def kept(world: World, drain: Drain) -> list[int]:
+    return [restorable(world, drain, tokens) for tokens in LISTS[:4]]
+
+
+def shrink(drain: Drain) -> Shrink:
+    job = Shrink(drain)
+    for _ in job.run():
+        pass
+    return job
+
+
+def test_file_shrinks_to_what_is_in_it(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    before, data = drain.store().used_bytes(), world.paths.store / "data.mdb"
+    inode = data.stat().st_ino
+    job = shrink(drain)
+    assert drain.store().used_bytes() < 0.7 * before
+    assert job.progress.counts["freed_bytes"] == before - drain.store().used_bytes()
+    assert data.stat().st_ino != inode and data.stat().st_size <= drain.store().used_bytes() + 4096
+    assert kept(world, drain) == [27, 27, 27, 0]
+    assert {path.name for path in world.paths.store.iterdir()} <= {"data.mdb", "lock.mdb", "keeper.lock"}
+    check_usage(drain)
+    append_rows_of(world, drain)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def append_rows_of(world: World, drain: Drain) -> None:
+    """Another session, after the switch."""
+    lane, tokens = world.lane("e1"), some_tokens(30, seed=99)
+    world.capture(lane, "after", tokens, [30], session="after")
+    drain.flush(sync=True)
+    assert restorable(world, drain, tokens) == 30
+    lane.close()
+
+
+def test_what_is_drained_and_removed_meanwhile_is_there_and_gone(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    lane, tokens = world.lane("e1"), some_tokens(600, seed=77)
+    world.capture(lane, "live", tokens, [], session="live")
+    position = 0
+    for step, _ in enumerate(Shrink(drain).run()):
+        append_rows(lane, "live", position, tokens[position : position + 3])
+        position += 3
+        drain.step()
+        if step == 3:
+            drain.remove("default", "s1", force=False, dry_run=False)
+        if step == 5:
+            drain.pin("default", "s2", True)
+    assert step > 10
+    drain.flush(sync=True)
+    assert restorable(world, drain, tokens) == position
+    assert kept(world, drain) == [27, 0, 27, 0]
+    assert next(entry["pinned"] for entry in drain.sessions(session="s2"))
+    check_usage(drain)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def test_cancelled_at_any_step_leaves_the_store_as_it_was(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    inode = (world.paths.store / "data.mdb").stat().st_ino
+    for stop in itertools.count(1, 4):
+        steps = Shrink(drain).run()
+        if len(list(itertools.islice(steps, stop))) < stop:
+            break
+        steps.close()  # type: ignore[attr-defined]
+        assert (world.paths.store / "data.mdb").stat().st_ino == inode and not (world.paths.store / "shrink").exists()
+        assert kept(world, drain) == [27, 27, 27, 0]
+    assert stop > 10
+    drain.close()
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_failed_switch_leaves_a_whole_store(world: World, side: str) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    failpoints.arm(f"compact.shrink_switch.{side}:1:EIO")
+    try:
+        with pytest.raises((OSError, TierError)):
+            shrink(drain)
+    finally:
+        failpoints.arm(None)
+    assert kept(world, drain) == [27, 27, 27, 0]
+    append_rows_of(world, drain)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+KILLED = """
+import sys
+from tests.tiers.sample import World
+from tiers import failpoints
+from tiers.keeper import Drain
+from tiers.paths import Paths
+from tiers.shrink import Shrink
+world = World(Paths.at(sys.argv[1], sys.argv[2]))
+drain = Drain(world.paths, world.settings)
+failpoints.arm(sys.argv[3] if not sys.argv[3].isdigit() else None)
+for step, _ in enumerate(Shrink(drain).run()):
+    if sys.argv[3].isdigit() and step == int(sys.argv[3]):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("place", ["compact.shrink_switch.before", "compact.shrink_switch.after", "2", "12", "20"])
+def test_killed_in_the_middle(world: World, place: str) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    drain.close()
+    run([sys.executable, "-c", KILLED, str(world.paths.data_dir), str(world.paths.lane_dir), place])
+    drain = Drain(world.paths, world.settings)
+    assert kept(world, drain) == [27, 27, 27, 0]
+    assert not (world.paths.store / "shrink").exists()
+    append_rows_of(world, drain)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def run(command: list[str]) -> None:
+    process = subprocess.run(
+        command, check=False, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=120
+    )
+    assert process.returncode == -9, process.returncode
+
+
+def test_no_room_for_the_copy_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    monkeypatch.setattr("tiers.shrink.FREE_DISK_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(StoreFailed, match="no room"):
+        shrink(drain)
+    assert kept(world, drain) == [27, 27, 27, 0]
+    drain.close()
+
+
+def test_reader_in_another_process_follows_the_switch(world: World) -> None:
+    """One finder all the while, here; the keeper shrinks the store in its own process, several times."""
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    drain.close()
+    finder = world.finder()
+    from tests.tiers.sample import read_all
+
+    data = world.paths.store / "data.mdb"
+    with keeper_process(world, compact_interval_s=0):
+        for turn in range(3):
+            inode = data.stat().st_ino
+            assert read_all(finder, LISTS[0])[0] == 27
+            job = keeper_client.start_compact(world.paths.keeper_socket, settle_s=1e9, grace_s=0, shrink=True)
+            while not job.finished:
+                assert read_all(finder, LISTS[0])[0] == 27
+                job = keeper_client.job(world.paths.keeper_socket)  # type: ignore[assignment]
+            assert job.error == "" and data.stat().st_ino != inode
+            lane, tokens = world.lane(f"n{turn}"), some_tokens(30, seed=200 + turn)
+            world.capture(lane, f"n{turn}", tokens, [30], session=f"n{turn}")
+            keeper_client.drain(world.paths.keeper_socket, sync=True)
+            assert read_all(finder, tokens)[0] == 30
+    finder.close()
+
+
+def test_damaged_record_is_copied_as_it_is(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    with drain.store().group() as group:
+        key = next(key for key, _ in group.scan("blocks"))
+        raw = np.frombuffer(bytes(group.raw("blocks", key)), np.uint8).copy()
+        raw[-1] ^= 1
+        group._txn.put(key, raw.data, db=group._db[b"blocks"])
+    assert shrink(drain).progress.counts["bad_records"] == 1
+    assert counts(drain)["blocks"] == 9
+    compact(drain, settle_s=1e9)
+    drain.close()
+    assert [finding.kind for finding in verify(world.paths.store, map_bytes=world.settings.store_map_bytes)] == [
+        "block"
+    ]

@@ -1,0 +1,211 @@
+"""Shrinking the store's file while it is in use: copy, verify, switch. Stage *compact*; the keeper's thread, in slices.
+
+LMDB's file never gets smaller, so its records are copied in order into a new one, each verified on the way. What the drain changes
+meanwhile is noted and copied again; at the end, between two drains, the last of it, and the new file takes the name of the old one.
+Readers in other processes go on with the old file until their snapshot ends, and open the new one for the next.
+Killed at any instruction, the old file or the new one is there, whole. Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import lmdb
+import structlog
+
+from tiers.base import unpack_base
+from tiers.compaction import Drained, Progressing
+from tiers.errors import BadBlock, StoreFailed
+from tiers.store import DATABASES, FREE_DISK_RESERVE_BYTES, KIND_BLOCK, KIND_POINT, KIND_TAIL, Store, unpack_value
+
+log = structlog.get_logger()
+
+BATCH_BYTES = 8 << 20
+BATCH_KEYS = 512
+FEW = 64  # changes that are copied in the last step, while the drain waits
+ROUNDS = 20
+KINDS = {b"blocks": KIND_BLOCK, b"tails": KIND_TAIL, b"states": KIND_POINT}
+
+
+class Shrink:
+    """One run. Counts: copied_records, copied_bytes, bad_records (copied as they are), freed_bytes."""
+
+    def __init__(self, drain: Drained) -> None:
+        self._drain = drain
+        self.progress = Progressing()
+
+    def run(self) -> Iterator[None]:
+        """Do it, one small piece at each `next`; closing the generator leaves the store as it was. Raises StoreFailed."""
+        self._drain.settle()
+        store = self._drain.store()
+        before = store.used_bytes()
+        self._check_room(store)
+        target = store.path / "shrink"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(mode=0o700)
+        store.touched = set()
+        copy = _Copy(str(target), store.map_bytes())
+        try:
+            yield from self._copy_all(store, copy)
+            yield from self._verify(store, copy)
+            yield from self._catch_up(store, copy)
+            self.progress.at("switch")
+            self._apply(store, copy, store.take_touched())
+            self._compare(store, copy)
+            copy.close(sync=True)
+            store.switch(target)
+            self.progress.counts["freed_bytes"] = before - store.used_bytes()
+            self.progress.at("done")
+        finally:
+            copy.close(sync=False)
+            if self._drain.is_open(store):
+                store.touched = None
+            shutil.rmtree(target, ignore_errors=True)
+
+    def _check_room(self, store: Store) -> None:
+        free = os.statvfs(store.path)
+        needed = store.usage().total_bytes + FREE_DISK_RESERVE_BYTES
+        if free.f_bavail * free.f_frsize < needed:
+            cause = f"{needed >> 20} MB are needed for the copy"
+            raise StoreFailed("there is no room to shrink the store", where=str(store.path), cause=cause)
+
+    def _copy_all(self, store: Store, copy: _Copy) -> Iterator[None]:
+        with store.snapshot() as view:
+            total = sum(view.count(name.decode()) for name in DATABASES)
+        self.progress.at("copy", total)
+        for name in DATABASES:
+            after = b""
+            while True:
+                with store.snapshot() as view, copy.write() as txn:
+                    size = count = 0
+                    for key, value in view.scan(name.decode(), after, BATCH_KEYS):
+                        self._check(name, key, value)
+                        txn.put(key, value, append=True, db=copy.databases[name])
+                        after, size, count = key, size + len(value), count + 1
+                        if size >= BATCH_BYTES:
+                            break
+                self.progress.done += count
+                self.progress.counts["copied_records"] += count
+                self.progress.counts["copied_bytes"] += size
+                yield
+                if not count:
+                    break
+
+    def _check(self, name: bytes, key: bytes, value: Any) -> None:
+        """A record that is damaged is copied as it is: repairing is not this job's business."""
+        try:
+            if name in KINDS:
+                unpack_value(value, KINDS[name], "")
+            elif name == b"bases":
+                unpack_base(value, "")
+        except BadBlock as error:
+            self.progress.counts["bad_records"] += 1
+            log.warning("shrink.bad_record", database=name.decode(), key=key.hex(), error=str(error))
+
+    def _verify(self, store: Store, copy: _Copy) -> Iterator[None]:
+        """Read the copy again, as a reader would."""
+        bad = self.progress.counts["bad_records"]
+        self.progress.at("verify", sum(copy.count(name) for name in KINDS))
+        found = 0
+        for name, kind in KINDS.items():
+            after = b""
+            while True:
+                with copy.read() as txn, txn.cursor(db=copy.databases[name]) as cursor:
+                    more = cursor.set_range(after + b"\0") if after else cursor.first()
+                    count = size = 0
+                    while more and size < BATCH_BYTES and count < BATCH_KEYS:
+                        try:
+                            unpack_value(cursor.value(), kind, "")
+                        except BadBlock:
+                            found += 1
+                        after, size, count = bytes(cursor.key()), size + len(cursor.value()), count + 1
+                        more = cursor.next()
+                self.progress.done += count
+                yield
+                if not count:
+                    break
+        if found > bad:
+            raise StoreFailed("the copy of the store is damaged", where=str(store.path), cause=f"{found - bad} records")
+
+    def _catch_up(self, store: Store, copy: _Copy) -> Iterator[None]:
+        for _ in range(ROUNDS):
+            touched = store.take_touched()
+            self._apply(store, copy, touched)
+            yield
+            if len(touched) < FEW:
+                return
+
+    def _apply(self, store: Store, copy: _Copy, touched: set[tuple[bytes, bytes]]) -> None:
+        """Bring what was changed since into the copy."""
+        waiting = sorted(touched)
+        while waiting:
+            with store.snapshot() as view, copy.write() as txn:
+                size = 0
+                while waiting and size < BATCH_BYTES:
+                    name, key = waiting.pop()
+                    value = view.raw(name.decode(), key)
+                    if value is None:
+                        txn.delete(key, db=copy.databases[name])
+                    else:
+                        self._check(name, key, value)
+                        txn.put(key, value, db=copy.databases[name])
+                        size += len(value)
+
+    def _compare(self, store: Store, copy: _Copy) -> None:
+        with store.snapshot() as view:
+            for name in DATABASES:
+                if view.count(name.decode()) != copy.count(name):
+                    cause = f"{name.decode()}: {copy.count(name)} of {view.count(name.decode())}"
+                    raise StoreFailed("the copy of the store isn't complete", where=str(store.path), cause=cause)
+
+
+class _Copy:
+    """The new file."""
+
+    def __init__(self, path: str, map_bytes: int) -> None:
+        self._path = path
+        self._env: Any = lmdb.open(path, map_size=map_bytes, max_dbs=len(DATABASES), mode=0o600, sync=False)
+        self.databases = {name: self._env.open_db(name) for name in DATABASES}
+
+    def write(self) -> Any:
+        return _Guarded(self._path, self._env.begin(write=True, buffers=True))
+
+    def read(self) -> Any:
+        return self._env.begin(buffers=True)
+
+    def count(self, name: bytes) -> int:
+        with self._env.begin() as txn:
+            return txn.stat(self.databases[name])["entries"]
+
+    def close(self, *, sync: bool) -> None:
+        if self._env is None:
+            return
+        env, self._env = self._env, None
+        try:
+            if sync:
+                env.sync(True)
+        except lmdb.Error as error:
+            raise StoreFailed("the copy of the store can't be synced", where=self._path, cause=str(error)) from error
+        finally:
+            env.close()
+
+
+class _Guarded:
+    """A transaction whose errors become StoreFailed."""
+
+    def __init__(self, path: str, txn: Any) -> None:
+        self._path, self._txn = path, txn
+
+    def __enter__(self) -> Any:
+        return self._txn.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self._txn.__exit__(kind, error, trace)
+        except lmdb.Error as failure:
+            raise StoreFailed("the copy can't be written", where=self._path, cause=str(failure)) from failure
+        if isinstance(error, lmdb.Error):
+            raise StoreFailed("the copy can't be written", where=self._path, cause=str(error)) from error
