@@ -107,6 +107,40 @@ def sessions_rm(
             click.echo(f"{row['id']} is deleted" + ("" if row["forgotten"] else "; its blocks are collected later"))
 
 
+def _namespace_flag(function: Any) -> Any:
+    return click.option(
+        "--namespace", default="default", show_default=True, metavar="NAME", help="The session's tenant."
+    )(function)
+
+
+@sessions.command("pin", exits=(5,))
+@click.argument("session")
+@_namespace_flag
+@client_flags
+@json_flag
+@configured
+def sessions_pin(config: Config, session: str, namespace: str, url: str | None, as_json: bool) -> None:
+    """Never evict a session, whatever budgets and times to live say. It need not be stored yet."""
+    from ops.compaction import run_pin
+    from ops.installation import find
+
+    run_pin(find(config, url), session, as_json, namespace=namespace, pinned=True)
+
+
+@sessions.command("unpin", exits=(5,))
+@click.argument("session")
+@_namespace_flag
+@client_flags
+@json_flag
+@configured
+def sessions_unpin(config: Config, session: str, namespace: str, url: str | None, as_json: bool) -> None:
+    """Let a session be evicted again."""
+    from ops.compaction import run_pin
+    from ops.installation import find
+
+    run_pin(find(config, url), session, as_json, namespace=namespace, pinned=False)
+
+
 def _dry_row(view: dict[str, Any]) -> dict[str, Any]:
     return {key: view.get(key) for key in ("id", "turns", "tokens", "live_streams")}
 

@@ -191,6 +191,55 @@ def restore(
     run_restore(find(config, url), source, as_json, replace=replace, yes=yes, dry_run=dry_run)
 
 
+@click.command(cls=Command, exits=(5,))
+@click.option(
+    "--settle-s", default=0.0, show_default=True, metavar="S", help="Leave alone what was used in the last S seconds."
+)
+@click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
+@destructive_flags
+@client_flags
+@json_flag
+@configured
+def compact(
+    config: Config, settle_s: float, grace_s: float | None, yes: bool, dry_run: bool, url: str | None, as_json: bool
+) -> None:
+    """Fold what is stored of each session into one base, evict what is beyond the budgets, free what nothing names.
+
+    Superseded rollback points and window rows outside of kept windows go. Sessions that are being answered are left alone. The keeper
+    does it in the background anyway (tiers.compact_interval_s); it can be interrupted at any moment and begun again.
+    """
+    from ops.compaction import run_compact
+    from ops.installation import find
+
+    run_compact(find(config, url), as_json, settle_s=settle_s, grace_s=grace_s, yes=yes, dry_run=dry_run)
+
+
+@click.command(cls=Command, exits=(5,))
+@click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option("--dry-run", is_flag=True, help="Only count what would be freed.")
+@client_flags
+@json_flag
+@configured
+def gc(config: Config, grace_s: float | None, dry_run: bool, url: str | None, as_json: bool) -> None:
+    """Free what no session names: blocks, tail pieces and rollback points of what was deleted or evicted. Folds nothing."""
+    from ops.compaction import run_gc
+    from ops.installation import find
+
+    run_gc(find(config, url), as_json, grace_s=grace_s, dry_run=dry_run)
+
+
+@click.command(cls=Command, exits=(5,))
+@client_flags
+@json_flag
+@configured
+def stats(config: Config, url: str | None, as_json: bool) -> None:
+    """Show what is stored, by tenant and by session, and the keeper's counters."""
+    from ops.compaction import run_stats
+    from ops.installation import find
+
+    run_stats(find(config, url), as_json)
+
+
 @click.command(cls=Command)
 @place_flags
 @json_flag
@@ -202,4 +251,4 @@ def doctor(config: Config, as_json: bool) -> None:
     run(config, as_json)
 
 
-COMMANDS = (verify, inspect, recover, repair, export, import_command, backup, restore, doctor)
+COMMANDS = (verify, inspect, recover, repair, export, import_command, backup, restore, compact, gc, stats, doctor)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ from click.testing import CliRunner, Result
 from gateway.sessions import SessionFile, SessionRecord
 from ops import cli
 from tests.tiers.sample import BLOCK, World, some_tokens
+from tiers import keeper_client
+from tiers.errors import KeeperAway
 from tiers.paths import Paths
 
 
@@ -83,6 +88,31 @@ def places(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
 @pytest.fixture
 def place(places: Callable[[str], Place]) -> Place:
     return places("data")
+
+
+@pytest.fixture
+def keeper(place: Place) -> Iterator[Callable[[], None]]:
+    """Starts `python -m tiers.keeper` on the place, and waits until it answers."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        where = ["--data-dir", str(place.paths.data_dir), "--lane-dir", str(place.paths.lane_dir)]
+        fields = json.dumps({"block_tokens": BLOCK, "store_map_bytes": place.world.settings.store_map_bytes})
+        command = [sys.executable, "-m", "tiers.keeper", *where, "--orphan-s", "0", "--settings-json", fields]
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                keeper_client.stats(place.paths.keeper_socket)
+                return
+            except KeeperAway:
+                assert time.monotonic() < deadline, "the keeper does not start"
+                time.sleep(0.02)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 TOKENS = some_tokens(5 * BLOCK + 3)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -17,8 +13,6 @@ import pytest
 
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, some_tokens
-from tiers import keeper_client
-from tiers.errors import KeeperAway
 from tiers.lane import LaneReader, data_offset
 from tiers.offline import keeper_lock
 from tiers.repair import ASIDE
@@ -239,31 +233,6 @@ def test_inspect_of_what_is_not_there(place: Place) -> None:
 
 
 # ---------------------------------------------------------------- beside a running keeper
-
-
-@pytest.fixture
-def keeper(place: Place) -> Iterator[Callable[[], None]]:
-    """Starts `python -m tiers.keeper` on the place, and waits until it answers."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> None:
-        where = ["--data-dir", str(place.paths.data_dir), "--lane-dir", str(place.paths.lane_dir)]
-        fields = json.dumps({"block_tokens": BLOCK, "store_map_bytes": place.world.settings.store_map_bytes})
-        command = [sys.executable, "-m", "tiers.keeper", *where, "--orphan-s", "0", "--settings-json", fields]
-        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                keeper_client.stats(place.paths.keeper_socket)
-                return
-            except KeeperAway:
-                assert time.monotonic() < deadline, "the keeper does not start"
-                time.sleep(0.02)
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def test_a_running_keeper_recovers_and_repairs_on_request(place: Place, keeper: Callable[[], None]) -> None:

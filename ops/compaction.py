@@ -1,0 +1,198 @@
+"""`concordia compact`, `gc`, `stats` and `sessions pin`: what the store holds, and making it smaller. Run in the command's process.
+
+The keeper does the work in slices between its drains, if one runs; else the command does it in its place.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+import msgspec
+
+from ops.errors import StateRefused
+from ops.flags import confirm, print_json
+from ops.installation import Installation, need_data
+from ops.show import Bar, console, size, table
+from tiers import keeper_client
+from tiers.compaction import Compaction
+from tiers.errors import TierError
+from tiers.keeper_client import JobState
+from tiers.offline import offline_drain
+
+PHASES = {
+    "fold": "folding sessions",
+    "evict": "evicting",
+    "mark": "marking",
+    "wait": "waiting for restores under way",
+    "free": "freeing",
+}
+GC_SETTLE_S = 1e9  # fold nothing
+
+
+def run_compact(
+    here: Installation, as_json: bool, *, settle_s: float, grace_s: float | None, yes: bool, dry_run: bool
+) -> None:
+    """Fold, evict, free. Raises StateRefused, StoreFailed, TierError."""
+    need_data(here)
+    if not dry_run and _evicts(here):
+        confirm("Sessions beyond the budgets or their time to live are evicted. Go on?", yes=yes)
+    counts, took_s = _compact(here, as_json, settle_s, grace_s, dry_run)
+    _report(counts, as_json, dry_run, took_s)
+
+
+def run_gc(here: Installation, as_json: bool, *, grace_s: float | None, dry_run: bool) -> None:
+    """Free what nothing names. Raises StateRefused, StoreFailed, TierError."""
+    need_data(here)
+    counts, took_s = _compact(here, as_json, GC_SETTLE_S, grace_s, dry_run)
+    _report(counts, as_json, dry_run, took_s)
+
+
+def _evicts(here: Installation) -> bool:
+    tiers = here.config.tiers
+    return bool(tiers.disk_budget_bytes or tiers.tenant_budget_bytes or tiers.session_ttl_s)
+
+
+def _compact(
+    here: Installation, as_json: bool, settle_s: float, grace_s: float | None, dry_run: bool
+) -> tuple[dict[str, int], float]:
+    started = time.monotonic()
+    with Bar("compacting", quiet=as_json) as bar:
+
+        def show(state: JobState) -> None:
+            bar(state.done, state.total, PHASES.get(state.phase, state.phase))
+
+        if here.owner:
+            try:
+                state = keeper_client.compact(
+                    here.paths.keeper_socket, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run, on_progress=show
+                )
+            except TierError as error:
+                if "is running" in str(error):
+                    raise StateRefused(f"{error}") from error
+                raise
+            counts = state.counts
+        else:
+            counts = _compact_offline(here, bar, settle_s, dry_run)
+    return counts, time.monotonic() - started
+
+
+def _compact_offline(here: Installation, bar: Bar, settle_s: float, dry_run: bool) -> dict[str, int]:
+    """No engine restores anything, so nothing need be left alone for a while."""
+    with offline_drain(here.paths, here.config.tiers) as drain:
+        compaction = Compaction(drain, settle_s=settle_s, grace_s=0.0, budget=drain.budget(), dry_run=dry_run)
+        for _ in compaction.run():
+            at = compaction.progress
+            bar(at.done, at.total, PHASES.get(at.phase, at.phase))
+        return dict(compaction.progress.counts)
+
+
+SAID = {
+    "folded": "sessions compacted",
+    "folded_sequences": "submissions folded into them",
+    "evicted": "sessions evicted",
+    "freed_blocks": "blocks freed",
+    "freed_tails": "tail pieces freed",
+    "freed_points": "rollback points freed",
+    "freed_streams": "epochs of gone streams freed",
+    "rewritten_blocks": "blocks rewritten without rows outside kept windows",
+    "kept_broken": "sessions left alone because a block is missing (`concordia repair`)",
+    "bad_bases": "damaged bases left alone (`concordia repair`)",
+}
+
+
+def _report(counts: dict[str, int], as_json: bool, dry_run: bool, took_s: float) -> None:
+    if as_json:
+        print_json({"dry_run": dry_run, "took_s": round(took_s, 3), "counts": counts})
+        return
+    for key, text in SAID.items():
+        if counts.get(key):
+            click.echo(f"{counts[key]} {text}")
+    saved = counts.get("freed_bytes", 0) + counts.get("rewritten_bytes", 0)
+    verb = "would be free" if dry_run else "are free"
+    click.echo(f"{size(saved)} {verb} for use again, after {took_s:.1f} s" if saved else "there was nothing to free")
+
+
+# ---------------------------------------------------------------- stats
+
+
+def run_stats(here: Installation, as_json: bool) -> None:
+    """What is stored, by tenant and by session, and the keeper's counters. Raises StateRefused, StoreFailed."""
+    need_data(here)
+    if here.owner:
+        socket = here.paths.keeper_socket
+        stats = keeper_client.stats(socket)
+        tenants = {name: msgspec.to_builtins(use) for name, use in keeper_client.tenants(socket).items()}
+        sessions = [msgspec.to_builtins(info) for info in keeper_client.sessions(socket)]
+    else:
+        with offline_drain(here.paths, here.config.tiers) as drain:
+            stats, tenants, sessions = drain.stats(), drain.tenants(), drain.sessions()
+    if as_json:
+        print_json({"by": here.owner or "command", "stats": stats, "tenants": tenants, "sessions": sessions})
+    else:
+        _print_stats(here, stats, tenants, sessions)
+
+
+def _print_stats(
+    here: Installation, stats: dict[str, Any], tenants: dict[str, dict[str, Any]], sessions: list[dict[str, Any]]
+) -> None:
+    store, live = stats.get("store_bytes", 0), stats.get("live_bytes", 0)
+    budget = here.config.tiers.disk_budget_bytes
+    of = f" of a budget of {size(budget)}" if budget else ""
+    console.print(f"store {size(store)}{of}, {size(live)} of it in use", highlight=False)
+    if stats.get("failing"):
+        console.print(f"[red]failing[/]: {stats['failing']}", highlight=False)
+    rows = [
+        (name or "-", size(use["bytes"]), size(use["limit"]) if use["limit"] else None, *_kinds(use))
+        for name, use in tenants.items()
+    ]
+    console.print(table("\ntenants", ("namespace", "on disk", "limit", "blocks", "tails", "points", "bases"), rows))
+    cells = [
+        (
+            row["session"] or row["stream"],
+            row["namespace"],
+            row["stored"],
+            size(row["bytes"]),
+            row["points"],
+            _state(row),
+        )
+        for row in sessions[:50]
+    ]
+    console.print(
+        table("\nsessions, last used first", ("session", "namespace", "stored", "bytes", "points", "state"), cells)
+    )
+    if len(sessions) > 50:
+        console.print(f"and {len(sessions) - 50} more (--json lists all)", highlight=False)
+    lanes = [(name, ends["tail"], ends["head"], ends["head"] - ends["tail"]) for name, ends in stats["lanes"].items()]
+    if lanes:
+        console.print(table("\nlanes", ("engine", "tail", "head", "records not freed"), lanes))
+    captured, written = stats.get("captured_bytes", 0), stats.get("put_bytes", 0)
+    if captured:
+        console.print(f"\n{written / captured:.2f} bytes put per byte captured since the keeper began", highlight=False)
+
+
+def _kinds(use: dict[str, Any]) -> list[int]:
+    return [use.get(kind, (0, 0))[0] for kind in ("blocks", "tails", "points", "bases")]
+
+
+def _state(row: dict[str, Any]) -> str:
+    words = ("live", "pinned", "compacted")
+    return ", ".join(word for word in words if row[word]) or "stored"
+
+
+# ---------------------------------------------------------------- pin
+
+
+def run_pin(here: Installation, session: str, as_json: bool, *, namespace: str, pinned: bool) -> None:
+    """Keep a session from being evicted, or let it go. Raises StateRefused, StoreFailed."""
+    need_data(here)
+    if here.owner:
+        keeper_client.pin(here.paths.keeper_socket, namespace, session, pinned=pinned)
+    else:
+        with offline_drain(here.paths, here.config.tiers) as drain:
+            drain.pin(namespace, session, pinned)
+    if as_json:
+        print_json({"session": session, "namespace": namespace, "pinned": pinned})
+    else:
+        click.echo(f"{session} is {'pinned: it is never evicted' if pinned else 'not pinned any more'}")
