@@ -95,10 +95,11 @@ def _by_id(store: StoreReader, target: str) -> list[SequenceRow]:
 
 
 def _print_sequence(row: SequenceRow, parts: list[StoredRow]) -> None:
-    state = "ended" if row.closed else "open"
+    state = "compacted" if row.compacted else "ended" if row.closed else "open"
+    what = "base" if row.compacted else "sequence"
     click.echo(
-        f"sequence {row.sequence}: session {row.session or '-'}, stream {row.stream}, epoch {row.epoch}, namespace {row.namespace}, "
-        f"root {row.root[:12]}…, stored up to {row.position}, {state}"
+        f"{what} {row.sequence}: session {row.session or '-'}, stream {row.stream}, epoch {row.epoch}, "
+        f"namespace {row.namespace}, root {row.root[:12]}…, stored up to {row.position}, {state}"
     )
     cells = [
         (part.kind, part.id[:32], f"[{part.token_start}, {part.token_end})", part.bytes, part.state) for part in parts

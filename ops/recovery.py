@@ -103,7 +103,7 @@ def run_repair(here: Installation, as_json: bool, *, yes: bool, dry_run: bool, l
 
 
 def _damaged(findings: list[Finding]) -> list[tuple[str, bytes]]:
-    return [(f.kind, bytes.fromhex(f.key)) for f in findings if f.kind in ("block", "tail", "point")]
+    return [(f.kind, bytes.fromhex(f.key)) for f in findings if f.kind in ("block", "tail", "point", "base")]
 
 
 def _repair(here: Installation, findings: list[Finding], records: list[tuple[str, bytes, Recompute]]) -> Repaired:
@@ -150,7 +150,9 @@ def _would_recompute(here: Installation, findings: list[Finding]) -> list[Recomp
             key = part.session, part.stream
             starts[key] = min(starts.get(key, part.token_start), part.token_start)
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
-    rows = {(row.session, row.stream): row.position for row in sequences(store)}
+    rows: dict[tuple[str, str], int] = {}
+    for row in sequences(store):
+        rows[row.session, row.stream] = max(row.position, rows.get((row.session, row.stream), 0))
     store.close()
     return [Recompute(*key, start, rows.get(key, start)) for key, start in sorted(starts.items())]
 

@@ -444,18 +444,14 @@ def import_sequence(opened: Opened, session: str, namespace: str) -> SequenceId:
 
 
 def import_slice(
-    group: Group,
-    path: Path,
-    *,
-    session: str,
-    namespace: str,
-    offset: int = 0,
-    index: int = 0,
-    limit_bytes: int = 8 << 20,
-) -> Slice:
+    group: Group, path: Path, *, session: str, namespace: str, offset: int = 0, index: int = 0,
+    limit_bytes: int = 8 << 20, named: set[bytes] | None = None,
+) -> Slice:  # fmt: skip
     """Put the next state of an exported file into a group commit, about `limit_bytes` of it. Raises BadFile, OtherFormat.
 
     The sequence's record moves on with each slice, so that nothing that was put is ever without a name.
+
+    named  while blocks are being collected: takes the ids that the file names, which are not to be freed
     """
     opened = open_exported(path)
     m = opened.manifest
@@ -463,6 +459,8 @@ def import_slice(
     group.put_tenant(RootId(m.root), namespace)
     sequence = import_sequence(opened, session, namespace)
     ids = block_chain(RootId(m.root), namespace, np.frombuffer(opened.tokens, "<i4"), m.block_tokens)
+    if named is not None:
+        named.update([*ids, sequence])
     if not offset:
         offset, index = opened.offset, 2
     size, put, there, done = 0, 0, 0, False
@@ -476,7 +474,9 @@ def import_slice(
             fresh = _put_state(group, opened, session, namespace, sequence, ids, item)
             put, there = put + fresh, there + (not fresh)
         elif item.type == POINT:
-            _put_point(group, opened, namespace, ids, item)
+            point = _put_point(group, opened, namespace, ids, item)
+            if named is not None:
+                named.add(point)
         size += len(item.payload)
         offset, index = item.offset_after, index + 1
     return Slice(offset, index, done, put, there)
@@ -513,7 +513,7 @@ def _put_state(
     return fresh
 
 
-def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId], item: Item) -> None:
+def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId], item: Item) -> PointId:
     m = opened.manifest
     position, _, _, kind = STATE.unpack_from(item.payload)
     whole = position // m.block_tokens
@@ -525,3 +525,4 @@ def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId],
     if not group.has_point(place):
         track = Track(RootId(m.root), m.shape, m.block_tokens, namespace, "", "", 1, ids[whole], start, start, True)
         group.put_point(track, place, kind, np.frombuffer(item.payload[STATE.size :], np.uint8))
+    return place.id

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.lane import LaneReader, RecordHeader, RecordType
-from tiers.layout import BlockId, PointId, SequenceId
+from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.store import Progress, StoreReader, View
+from tiers.verify import base_chain, whole_bases
 
 BATCH = 64
 
@@ -64,7 +66,7 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRow:
-    """How far one sequence is stored."""
+    """How far one sequence is stored; `compacted`: it is a session's base, and `sequence` the base's key."""
 
     sequence: str
     session: str
@@ -75,6 +77,7 @@ class SequenceRow:
     block_start: int
     position: int
     closed: bool
+    compacted: bool = False
 
 
 def lane_facts(path: Path) -> LaneFacts:
@@ -159,6 +162,11 @@ def sequences(store: StoreReader, *, session: str = "", stream: str = "", sequen
             wanted = (not session or p.session == session) and (not stream or p.stream == stream)
             if wanted and (not sequence or key == sequence):
                 found.append(_sequence_row(key, p))
+        for base in whole_bases(view):
+            key = session_key(base.namespace, base.session, base.stream)
+            wanted = (not session or base.session == session) and (not stream or base.stream == stream)
+            if wanted and (not sequence or key == sequence):
+                found.append(_base_row(key, base))
     return sorted(found, key=lambda row: (row.session, row.stream, row.epoch))
 
 
@@ -168,12 +176,21 @@ def _sequence_row(key: bytes, p: Progress) -> SequenceRow:
     )
 
 
+def _base_row(key: SessionKey, base: Base) -> SequenceRow:
+    block_start = len(base.block_ids) * base.block_tokens
+    root = base.root.hex()
+    return SequenceRow(
+        key.hex(), base.session, base.stream, base.namespace, root, base.epoch, block_start, base.position, True, True
+    )
+
+
 def stored_rows(store: StoreReader, row: SequenceRow, *, check: bool = True) -> Iterator[StoredRow]:
     """Everything of one sequence, in the order of its tokens: blocks and the rollback points after them, then the tail's pieces.
 
     A block that is not stored ends the way back to the first; the row says so.
     """
-    chain = _chain(store, row)
+    base = _base(store, row)
+    chain = _chain(store, row) if base is None else [(b, s.token_start, s.token_end) for b, s in base_chain(base)]
     for at in range(0, len(chain), BATCH):
         with store.snapshot() as view:
             rows = []
@@ -181,13 +198,18 @@ def stored_rows(store: StoreReader, row: SequenceRow, *, check: bool = True) -> 
                 rows += [_block_row(view, block, start, end, check), *_point_rows(view, block, check)]
         yield from rows
     with store.snapshot() as view:
-        parent = chain[-1][0] if chain else None
-        progress = view.progress(SequenceId(bytes.fromhex(row.sequence)))
-        pieces = []
-        if progress is not None and (parent is None or parent == progress.parent):
-            pieces = view.tails(BlockId(progress.parent), SequenceId(bytes.fromhex(row.sequence)))
+        name = SequenceId(base.tail if base is not None else bytes.fromhex(row.sequence))
+        parent = chain[-1][0] if chain else chain_root(RootId(bytes.fromhex(row.root)), row.namespace)
+        pieces = view.tails(parent, name) if name else []
         rows = [_tail_row(view, piece.key, piece.token_start, len(piece.tokens) // 4, check) for piece in pieces]
     yield from rows
+
+
+def _base(store: StoreReader, row: SequenceRow) -> Base | None:
+    if not row.compacted:
+        return None
+    with store.snapshot() as view:
+        return view.base(SessionKey(bytes.fromhex(row.sequence)))
 
 
 def _chain(store: StoreReader, row: SequenceRow) -> list[tuple[BlockId, int, int]]:

@@ -604,7 +604,7 @@ class Drain:
         with self._open_store().group() as group:
             done = import_slice(
                 group, Path(request["path"]), session=request["session"], namespace=request["namespace"],
-                offset=request.get("offset", 0), index=request.get("index", 0),
+                offset=request.get("offset", 0), index=request.get("index", 0), named=self.named,
             )  # fmt: skip
         self._unsynced = True
         if done.done:

@@ -15,17 +15,18 @@ from typing import NamedTuple
 
 import msgspec
 
+from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
-from tiers.layout import BlockId, PointId, SequenceId, chain_root
+from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.store import Group, Progress, View
-from tiers.verify import stored_parents
+from tiers.verify import stored_parents, whole_bases
 
 ASIDE = "broken"  # directory in DATA/store
 
 
 class Damaged(NamedTuple):
-    """What to drop: kind `block` (16-byte id), `tail` (36-byte key) or `point` (36-byte key)."""
+    """What to drop: kind `block` (16-byte id), `tail` or `point` (36-byte key), or `base` (16-byte key)."""
 
     kind: str
     key: bytes
@@ -73,11 +74,15 @@ def repair_store(
             dropped.add(block)
         elif kind == "point":
             group.delete_point(key)
+        elif kind == "base":
+            group.delete_base(SessionKey(key))
         else:
             group.delete_tail(key)
         done.dropped += 1
     for key, progress in [(SequenceId(key), group.decode_progress(raw)) for key, raw in group.scan("sequences")]:
         _end_before_hole(group, key, progress, parents, dropped, key in live, done)
+    for base in list(whole_bases(group)):
+        _end_base_before_hole(group, base, parents, dropped, done)
     return done
 
 
@@ -99,6 +104,8 @@ def _is_bad(view: View, kind: str, key: bytes) -> bool:
             view.block(BlockId(key))
         elif kind == "point":
             view.point(PointId(key[-16:]))
+        elif kind == "base":
+            view.base(SessionKey(key))
         else:
             view.tail(key)
     except BadBlock:
@@ -160,6 +167,39 @@ def _before_tail_hole(view: View, sequence: SequenceId, p: Progress) -> Progress
     if track is None or track.position >= p.position:
         return None
     return msgspec.structs.replace(p, position=track.position, closed=True)
+
+
+def _end_base_before_hole(
+    group: Group, base: Base, parents: dict[BlockId, BlockId], dropped: set[BlockId], done: Repaired
+) -> None:
+    """Shorten a compacted session to what can still be restored of it, or forget its base if that is nothing."""
+    blocks = base.block_ids
+    whole = next((n for n, block in enumerate(blocks) if block in dropped or block not in parents), len(blocks))
+    position = whole * base.block_tokens
+    tail = b""
+    if whole == len(blocks) and base.tail:
+        last = blocks[-1] if blocks else chain_root(RootId(base.root), base.namespace)
+        for piece in group.tails(last, SequenceId(base.tail)):
+            if piece.token_start != position:
+                break
+            position, tail = position + len(piece.tokens) // 4, base.tail
+    points = [(at, kind, point) for at, kind, point in base.points if at <= position and _has_state(group, point)]
+    if position >= base.position and len(points) == len(base.points):
+        return
+    key = session_key(base.namespace, base.session, base.stream)
+    if position < base.position:
+        done.recompute.append(Recompute(base.session, base.stream, position, base.position))
+    if position:
+        shorter = msgspec.structs.replace(
+            base, tokens=base.tokens[: 4 * position], blocks=b"".join(blocks[:whole]), tail=tail, points=points
+        )
+        group.put_base(key, shorter)
+    else:
+        group.delete_base(key)
+
+
+def _has_state(view: View, point: bytes) -> bool:
+    return view.raw("states", point) is not None
 
 
 # ---------------------------------------------------------------- lanes

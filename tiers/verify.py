@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from tiers.base import Base, SessionKey
 from tiers.errors import BadBlock, BadRecord
 from tiers.lane import LaneSet, RecordType
 from tiers.layout import BlockId, PointId, SequenceId
@@ -32,7 +33,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "point", "record", "parent", "journal"]
+    kind: Literal["block", "tail", "point", "base", "record", "parent", "journal"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()
@@ -47,6 +48,7 @@ class Checked:
     points: int = 0
     records: int = 0
     sequences: int = 0
+    bases: int = 0
     bytes: int = 0
 
 
@@ -106,14 +108,39 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
             counts.sequences += 1
             progress = view.decode_progress(raw)
             for block, span in _chain(view, parents, progress):
-                if block in bad:
-                    affected[block].append(span)
-                elif block not in parents:
-                    missing.setdefault(block, []).append(span)
+                _note(block, span, affected, parents, missing)
+        bad_bases = []
+        for key, _ in view.scan("bases"):
+            counts.bases += 1
+            try:
+                base = view.base(SessionKey(key))
+            except BadBlock as error:
+                bad_bases.append(Finding("base", key.hex(), error.what))
+                continue
+            for block, span in base_chain(base) if base is not None else ():
+                _note(block, span, affected, parents, missing)
+    yield from bad_bases
     for block, reason in bad.items():
         yield Finding("block", block.hex(), reason, tuple(affected[block]))
     for block, spans in missing.items():
         yield Finding("parent", block.hex(), "a block that others lean on is not stored", tuple(spans))
+
+
+def _note(
+    block: BlockId, span: Affected, affected: dict[BlockId, list[Affected]], parents: dict[BlockId, BlockId],
+    missing: dict[BlockId, list[Affected]],
+) -> None:  # fmt: skip
+    if block in affected:
+        affected[block].append(span)
+    elif block not in parents:
+        missing.setdefault(block, []).append(span)
+
+
+def base_chain(base: Base) -> Iterator[tuple[BlockId, Affected]]:
+    """Blocks of a compacted session, first to last, with their token ranges."""
+    size = base.block_tokens
+    for index, block in enumerate(base.block_ids):
+        yield block, Affected(base.session, base.stream, index * size, (index + 1) * size)
 
 
 def stored_parents(view: View) -> dict[BlockId, BlockId]:
@@ -156,8 +183,22 @@ def _bad_tails(store: StoreReader, counts: Checked, pace: Callable[[Checked], No
 def _bad_tail(view: View, key: bytes, error: BadBlock) -> Finding:
     progress = view.progress(SequenceId(key[16:32]))
     start = int.from_bytes(key[32:], "big")
-    affected = (Affected(progress.session, progress.stream, start, progress.position),) if progress is not None else ()
-    return Finding("tail", key.hex(), error.what, affected)
+    affected = [Affected(progress.session, progress.stream, start, progress.position)] if progress is not None else []
+    for base in whole_bases(view):
+        if base.tail == key[16:32]:
+            affected.append(Affected(base.session, base.stream, start, base.position))
+    return Finding("tail", key.hex(), error.what, tuple(affected))
+
+
+def whole_bases(view: View) -> Iterator[Base]:
+    """Compacted sessions whose own record is intact."""
+    for key, _ in view.scan("bases"):
+        try:
+            base = view.base(SessionKey(key))
+        except BadBlock:
+            continue
+        if base is not None:
+            yield base
 
 
 def _bad_points(store: StoreReader, counts: Checked, pace: Callable[[Checked], None]) -> Iterator[Finding]:
@@ -190,6 +231,9 @@ def _leaning(view: View, key: bytes, entry: PointEntry) -> tuple[Affected, ...]:
         blocks = [block for block, _ in _chain(view, parents, progress)]
         if key[:16] in blocks or (key[:16] == entry.tenant and blocks[-1:] and parents.get(blocks[-1]) == entry.tenant):
             found.append(Affected(progress.session, progress.stream, entry.position, progress.position))
+    for base in whole_bases(view):
+        if any(point == key[-16:] for _, _, point in base.points):
+            found.append(Affected(base.session, base.stream, entry.position, base.position))
     return tuple(found)
 
 

@@ -263,3 +263,44 @@ def test_what_a_command_may_not_do_beside_a_keeper_is_refused(
     said = place.refused(4, "import", str(tmp_path / "f"), "--as", "copy")
     assert "needs the gateway" in said, "the gateway keeps sessions in memory"
     assert place.refused(5, "sessions", "rm", "chat", "--yes")
+
+
+def test_a_damaged_block_of_a_compacted_session_shortens_its_base(place: Place) -> None:
+    from tests.ops.test_compaction import close
+
+    other = np.concatenate([TOKENS[:16], some_tokens(3 * BLOCK, seed=4)])
+    for name, tokens in (("chat", TOKENS), ("other", other)):
+        place.session(name, tokens)
+        close(place, name, len(tokens))
+    assert place.json("compact")["counts"]["folded"] == 2
+    damage_block(place, 3)
+    (finding,) = place.json("verify", code=6)["findings"]
+    assert [(part["session"], part["token_start"]) for part in finding["affected"]] == [("chat", 24)]
+    would = place.json("repair", "--dry-run")["recompute"]
+    done = place.json("repair", "--yes")
+    assert [(row["session"], row["token_start"], row["token_end"]) for row in done["recompute"]] == [("chat", 24, 43)]
+    assert would == done["recompute"]
+    assert place.json("verify")["ok"]
+    (shown,) = place.json("inspect", "chat")["sequences"]
+    assert (shown["compacted"], shown["position"]) == (True, 24)
+    place.json("gc")
+    assert (place.world.restorable(TOKENS), place.world.restorable(other)) == (24, len(other))
+
+
+def test_a_damaged_base_is_found_and_dropped_and_its_blocks_stay(place: Place) -> None:
+    from tests.ops.test_compaction import close
+
+    place.session("chat", TOKENS)
+    close(place, "chat", len(TOKENS))
+    place.json("compact")
+    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
+    bases = environment.open_db(b"bases")
+    with environment.begin(db=bases, write=True) as transaction:
+        ((key, value),) = list(transaction.cursor())
+        transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]))
+    environment.close()
+    assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["base"]
+    done = place.json("repair", "--yes")
+    assert done["dropped"] == 1 and len(done["kept_aside"]) == 1
+    assert place.json("verify")["ok"]
+    assert place.world.restorable(TOKENS) == 43, "it is found by its content, until it is collected"
