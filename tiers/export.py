@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64, xxh3_128
 
-from tiers.errors import BadFile, OtherFormat
+from tiers.errors import BadBlock, BadFile, OtherFormat
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
 from tiers.store import Group, RootInfo, StoreReader, View
 from tiers.track import PointPlace, Sealed, Track
@@ -498,7 +498,7 @@ def _put_state(
     stream = f"import-{sequence.hex()}"
     track = Track(RootId(m.root), layout, m.block_tokens, namespace, session, stream, 1, ids[whole], start, start, True)
     if item.type == BLOCK:
-        fresh = not group.good_block(ids[whole + 1])
+        fresh = _lacks(group, ids[whole + 1], groups)
         if fresh:
             frame = np.frombuffer(item.payload[STATE.size :], np.uint8)
             group.put_frame(track, Sealed(ids[whole + 1], ids[whole], start, tokens, []), frame, groups)
@@ -511,6 +511,18 @@ def _put_state(
     track.position = start + count
     group.put_progress(sequence, track)
     return fresh
+
+
+def _lacks(group: Group, block: BlockId, groups: int) -> bool:
+    """Whether a block is not stored, or damaged, or there with fewer groups than these."""
+    node = group.node(block)
+    if node is None or (groups & ~node.groups and not node.groups & ~groups):
+        return True
+    try:
+        group.block(block)
+    except BadBlock:
+        return True
+    return False
 
 
 def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId], item: Item) -> PointId:

@@ -1,0 +1,118 @@
+"""An exported file keeps rollback points and what compaction has thinned out; importing it never takes anything away."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, sequence, some_tokens, state
+from tiers import export
+from tiers.lane import PointKind
+from tiers.layout import ALL_GROUPS, block_chain, point_id
+from tiers.offline import offline_drain
+from tiers.paths import Paths
+from tiers.store import StoreReader
+
+TOKENS = some_tokens(5 * BLOCK + 3)
+SHAPE = dataclasses.replace(LAYOUT, windows=(0, 8), state_bytes=100)
+CHAIN = block_chain(ROOT, "default", TOKENS, BLOCK)
+
+
+@pytest.fixture
+def stored(world: World) -> World:
+    """A session with rollback points at 11 and 40."""
+    lane = world.lane()
+    lane.append_open(sequence("a"), 1, ROOT, SHAPE, BLOCK, "default", "chat", "stream-a", TOKENS[:0])
+    start = 0
+    for end, kind in ((11, PointKind.MESSAGE), (40, PointKind.CHUNK), (43, None)):
+        append_rows(lane, "a", start, TOKENS[start:end])
+        if kind is not None:
+            append_point(lane, "a", end, kind, 100)
+        start = end
+    lane.append_close(sequence("a"), 1, 43)
+    world.drain()
+    return world
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> World:
+    return World(Paths.at(tmp_path / "other", tempfile.mkdtemp(dir=tmp_path)).make())
+
+
+def write(world: World, path: Path) -> export.Found:
+    store = StoreReader(world.paths.store, map_bytes=world.settings.store_map_bytes)
+    found = export.find_stored(store, "default", TOKENS)
+    assert found is not None
+    manifest = export.Manifest(
+        "chat", "default", ROOT, SHAPE.entries, SHAPE.state_bytes, BLOCK, len(TOKENS), found.position, found.block_count,
+        len(found.points), 1,
+    )  # fmt: skip
+    export.export_session(store, path, found, manifest, TOKENS)
+    store.close()
+    export.check_exported(path)
+    return found
+
+
+def take(world: World, path: Path, **more: object) -> export.Slice:
+    with offline_drain(world.paths, world.settings) as drain, drain.store().group() as group:
+        return export.import_slice(group, path, session="chat", namespace="default", **more)  # type: ignore[arg-type]
+
+
+def test_rollback_points_travel(stored: World, other: World, tmp_path: Path) -> None:
+    found = write(stored, tmp_path / "f")
+    assert [(position, kind) for position, kind, _ in found.points] == [(11, 2), (40, 1)]
+    assert take(other, tmp_path / "f").done
+    store = StoreReader(other.paths.store, map_bytes=other.settings.store_map_bytes)
+    with store.snapshot() as view:
+        for position, parent in ((11, CHAIN[1]), (40, CHAIN[5])):
+            point = point_id(parent, TOKENS[position // BLOCK * BLOCK : position])
+            assert np.array_equal(view.point(point).frame, state(position, 100))
+    store.close()
+    assert other.restorable(TOKENS) == 43
+
+
+def test_blocks_without_their_window_rows_travel_as_they_are(stored: World, other: World, tmp_path: Path) -> None:
+    with offline_drain(stored.paths, stored.settings) as drain, drain.store().group() as group:
+        group.drop_groups(CHAIN[1], 0b01)
+    write(stored, tmp_path / "thin")
+    take(other, tmp_path / "thin")
+    assert groups_of(other, CHAIN[1]) == ALL_GROUPS & ~0b10 & groups_of(stored, CHAIN[1])
+    assert groups_of(other, CHAIN[2]) == ALL_GROUPS
+
+
+def test_an_import_never_thins_out_what_is_there_but_fills_it_up(stored: World, other: World, tmp_path: Path) -> None:
+    write(stored, tmp_path / "full")
+    take(other, tmp_path / "full")
+    with offline_drain(stored.paths, stored.settings) as drain, drain.store().group() as group:
+        group.drop_groups(CHAIN[1], 0b01)
+    thin = groups_of(stored, CHAIN[1])
+    write(stored, tmp_path / "thin")
+    assert take(other, tmp_path / "thin").blocks_put == 0
+    assert groups_of(other, CHAIN[1]) == ALL_GROUPS
+    assert thin != ALL_GROUPS
+    take(stored, tmp_path / "full")
+    assert groups_of(stored, CHAIN[1]) == ALL_GROUPS
+
+
+def groups_of(world: World, block: bytes) -> int:
+    store = StoreReader(world.paths.store, map_bytes=world.settings.store_map_bytes)
+    with store.snapshot() as view:
+        node = view.node(block)  # type: ignore[arg-type]
+        assert node is not None
+        assert view.block(block).groups == node.groups  # type: ignore[arg-type]
+    store.close()
+    return node.groups
+
+
+def test_what_is_being_imported_is_named_while_blocks_are_collected(
+    stored: World, other: World, tmp_path: Path
+) -> None:
+    write(stored, tmp_path / "f")
+    named: set[bytes] = set()
+    take(other, tmp_path / "f", named=named)
+    assert set(CHAIN[1:]) < named
+    assert export.import_sequence(export.open_exported(tmp_path / "f"), "chat", "default") in named
