@@ -34,7 +34,7 @@ async def get_model(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 when a request sent now would be served, else 503 with the reason."""
     gateway = request.app[GATEWAY]
-    ready = [engine.name for engine in gateway.dispatcher.engines.values() if engine.ready]
+    ready = [engine.name for engine in gateway.dispatcher.placeable()]
     status = "draining" if gateway.draining else "ok" if ready else "no engine can serve yet"
     body = {
         "status": status,

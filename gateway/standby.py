@@ -49,11 +49,17 @@ class Standbys:
         self._protect(stream, engine)
 
     def delivered(self, stream: Stream, now: float) -> None:
-        """`Dispatcher` extends what is followed; an unprotected stream may find room meanwhile."""
+        """`Dispatcher` extends what is followed."""
 
     def ended(self, stream: Stream) -> None:
+        """Its standby has a slot for another one now."""
         for engine in self._dispatcher.engines.values():
             following.drop(engine, stream.id, USER)
+        kept = self._kept()
+        for owner in self._dispatcher.engines.values():
+            for other in owner.streams.values():
+                if other.id not in kept:
+                    self._protect(other, owner)
 
     def engine_changed(self, engine: Engine) -> None:
         """Up, draining or down: everybody's standby is looked at again."""
@@ -66,11 +72,14 @@ class Standbys:
 
     def unprotected_count(self) -> int:
         """Live streams that nobody follows."""
-        engines = self._dispatcher.engines.values()
-        kept = {s.stream for e in engines if e.ready for s in e.followed.values() if USER in s.users and not s.refused}
-        count = sum(stream not in kept for engine in engines for stream in engine.streams)
+        kept = self._kept()
+        count = sum(stream not in kept for engine in self._dispatcher.engines.values() for stream in engine.streams)
         metrics.streams_unprotected.set(count)
         return count
+
+    def _kept(self) -> set[str]:
+        engines = [engine for engine in self._dispatcher.engines.values() if engine.ready]
+        return {s.stream for e in engines for s in e.followed.values() if USER in s.users and not s.refused}
 
     def _protect(self, stream: Stream, owner: Engine) -> None:
         if stream.end is not None or owner.hello is None or not stream.spec.capture:

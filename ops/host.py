@@ -348,7 +348,8 @@ class HostAgent:
             watch = None
             if self._stopping.is_set():
                 return
-            deaths = 1 if down is not None and lived_s > self.host.restart_reset_s else deaths + 1
+            wanted = down is not None and (down.reason == "exited" or lived_s > self.host.restart_reset_s)
+            deaths = 1 if wanted else deaths + 1
             if deaths >= HOPELESS_STARTS and not self._ever_served:
                 self._stopping.set()  # the others end, too
                 raise ModelError(f"{engine} ended {deaths} times before it could serve; its last lines above say why")

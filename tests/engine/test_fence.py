@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import Fenced
-from engine.main import EXIT_FENCED, _serve
+from engine.loop import Engine
+from engine.main import EXIT_DEVICE, EXIT_FENCED, _serve
 from tests.engine.driver import random_tokens, submit
 
 
@@ -29,3 +30,18 @@ def test_fenced_engine_ends_with_its_own_exit_code(start_engine) -> None:  # typ
     head = driver.engine.capture.lane.head
     assert _serve(driver.engine, driver.engine.page) == EXIT_FENCED
     assert driver.engine.capture.lane.head == head
+
+
+def test_sticky_device_error_is_reported_by_the_engine_itself(start_engine, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    driver = start_engine()
+
+    def fail(engine: Engine) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Device:
+        type = "cuda"
+
+    monkeypatch.setattr(Engine, "run", fail)
+    monkeypatch.setattr(driver.engine.model, "device", Device())
+    assert _serve(driver.engine, driver.engine.page) == EXIT_DEVICE
+    assert driver.engine.page.state == "failed", "the host agent says `device error` then"
