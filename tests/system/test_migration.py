@@ -17,18 +17,33 @@ from tests.system import conftest
 from tests.system import harness as h
 
 
-@pytest.fixture(scope="module", params=["warm", "hot"])
-def moving_system(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[System]:
-    """Two engines under each policy that has a second one."""
-    more = {"gateway": {"failover": request.param}}
-    yield from conftest.running(tiny_model, tmp_path_factory.mktemp("moving"), 2, sections=more)
+def policy_system(policy: str) -> Any:
+    @pytest.fixture(scope="module")
+    def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+        more = {"gateway": {"failover": policy, "spares": 0 if policy == "cold" else 1}}
+        engines = 1 if policy == "cold" else 2
+        yield from conftest.running(tiny_model, tmp_path_factory.mktemp(policy), engines, sections=more)
+
+    return started
+
+
+cold_system, warm_system, hot_system = (policy_system(policy) for policy in ("cold", "warm", "hot"))
 
 
 @pytest.fixture
-def moving(moving_system: System) -> System:
-    return conftest.settled_or_new(moving_system)
+def moving(warm_system: System) -> System:
+    """Two engines, the second with weights loaded."""
+    return conftest.settled_or_new(warm_system)
+
+
+@pytest.fixture(params=["cold", "warm", "hot"])
+def any_policy(request: pytest.FixtureRequest) -> System:
+    return conftest.settled_or_new(request.getfixturevalue(f"{request.param}_system"))
+
+
+@pytest.fixture
+def hot(hot_system: System) -> System:
+    return conftest.settled_or_new(hot_system)
 
 
 def other(system: System, engine: str) -> str:
@@ -51,7 +66,7 @@ def wanted(system: System, seed: int, mode: dict[str, Any], tokens: int) -> tupl
 
 @pytest.mark.parametrize("mode", h.MODES)
 def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode: str) -> None:
-    body, want = wanted(moving, 51, h.MODES[mode], 400)
+    body, want = wanted(moving, 51, h.MODES[mode], 240)
     results: list[Any] = []
 
     def watch(answer: Answer) -> None:
@@ -65,9 +80,36 @@ def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode:
     assert not h.recoveries(got)
 
 
+def test_tiny_stream_moves_in_its_prefill(moving: System) -> None:
+    body = h.completion(moving, h.random_tokens(57, 1500, low=3, high=512), tokens=30)
+    want = moving.stream(h.COMPLETIONS, body)
+    other_body = {**body, "prompt": h.random_tokens(58, 1500, low=3, high=512)}
+    results: list[Any] = []
+    moved = moving.stream(
+        h.COMPLETIONS, other_body, watch=h.after(0, lambda answer: results.append(migrate(moving, answer)))
+    )
+    h.assert_whole(moved)
+    assert moved.usage["completion_tokens"] == want.usage["completion_tokens"]
+    again = moving.stream(h.COMPLETIONS, other_body)
+    assert again.text == moved.text, results
+
+
+def test_tiny_hot_standby_moves_and_takes_over(hot: System) -> None:
+    """Moved to the standby, which then dies: the one that came before it stands by by then."""
+    body, want = wanted(hot, 59, h.SAMPLED, 300)
+    results: list[Any] = []
+    move = h.after(30, lambda answer: results.append(migrate(hot, answer)))
+    kill = h.after(150, lambda answer: h.kill_serving(hot, answer.stream_id))
+    got = hot.stream(h.CHAT, body, watch=lambda answer: (move(answer), kill(answer))[0])
+    h.assert_same(got, want, "moved, then killed")
+    assert moves(got), results
+    (recovery,) = h.recoveries(got)
+    assert recovery["restored_tokens"] >= len(moves(got)), recovery
+
+
 @pytest.mark.parametrize("victim", ["source", "target", "gateway"])
 def test_tiny_move_while_somebody_is_killed(moving: System, victim: str) -> None:
-    body, want = wanted(moving, 52, h.GREEDY, 300)
+    body, want = wanted(moving, 52, h.GREEDY, 200)
     body = {**body, "store": True}
     source: list[str] = []
 
@@ -94,7 +136,7 @@ def attempt(system: System, stream_id: str, target: str) -> None:
 
 
 def test_tiny_move_while_the_keeper_stands_still(moving: System) -> None:
-    body, want = wanted(moving, 53, h.GREEDY, 600)
+    body, want = wanted(moving, 53, h.GREEDY, 300)
     results: list[Any] = []
     keeper = moving.signal("keeper", signal.SIGSTOP)
     try:
@@ -112,24 +154,25 @@ def streams(system: System, count: int, tokens: int, watch: Callable[[Answer], N
 
 
 @pytest.mark.parametrize("count", [1, 8, 32])
-def test_tiny_engine_of_many_streams_killed(moving: System, count: int) -> None:
-    want = streams(moving, count, 60)
+def test_tiny_engine_of_many_streams_killed(any_policy: System, count: int) -> None:
+    moving = any_policy
+    want = streams(moving, count, 40)
     h.settled(moving)
     killed = threading.Event()
 
     def kill_once(answer: Answer) -> None:
-        if len(answer.tokens) == 20 and not killed.is_set():
+        if len(answer.tokens) == 10 and not killed.is_set():
             killed.set()
             h.kill_serving(moving, answer.stream_id)
 
-    got = streams(moving, count, 60, kill_once)
+    got = streams(moving, count, 40, kill_once)
     for before, after in zip(want, got, strict=True):
         h.assert_same(after, before, f"one of {count}")
     assert sum(bool(h.recoveries(answer)) for answer in got) >= 1
 
 
 def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
-    want = streams(moving, 6, 250)
+    want = streams(moving, 6, 150)
     h.settled(moving)
     begun = threading.Event()
     reports: list[Any] = []
@@ -140,7 +183,7 @@ def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
             engine = moving.serving_engine(answer.stream_id).id
             reports.append((engine, moving.call("POST", f"/admin/engines/{engine}/drain", {})[2]))
 
-    got = streams(moving, 6, 250, drain_once)
+    got = streams(moving, 6, 150, drain_once)
     engine, report = reports[0]
     assert report["left"] == 0, report
     assert report["moved"] >= 1, report
@@ -151,7 +194,7 @@ def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
 
 
 def test_tiny_engine_told_to_end_leaves_its_streams_to_the_other(moving: System) -> None:
-    body, want = wanted(moving, 55, h.SAMPLED, 400)
+    body, want = wanted(moving, 55, h.SAMPLED, 250)
     ended: list[int] = []
 
     def end(answer: Answer) -> None:
@@ -166,7 +209,7 @@ def test_tiny_engine_told_to_end_leaves_its_streams_to_the_other(moving: System)
 
 def test_tiny_stopped_engine_that_wakes_up_finds_itself_replaced(moving: System) -> None:
     """SIGSTOP, failover, SIGCONT: nothing of it reaches anybody."""
-    body, want = wanted(moving, 56, h.GREEDY, 300)
+    body, want = wanted(moving, 56, h.GREEDY, 200)
     stopped: list[int] = []
 
     def stop(answer: Answer) -> None:
@@ -186,7 +229,7 @@ def test_tiny_stopped_engine_that_wakes_up_finds_itself_replaced(moving: System)
 
 
 def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
-    want = streams(moving, 16, 150)
+    want = streams(moving, 16, 100)
     h.settled(moving)
     before = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
     done: list[Any] = []
@@ -196,7 +239,7 @@ def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
         target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port)))
     )
     upgrader.start()
-    got = streams(moving, 16, 150)
+    got = streams(moving, 16, 100)
     upgrader.join(90.0)
     assert done[0].returncode == 0, done[0].stderr
     after = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
