@@ -43,7 +43,7 @@ class PlaneRange:
 class Slot:
     """Room for one sequence. `tokens[:length]` are those whose state is in the arena, `stored` of them also in a tier.
 
-    captured is False while a sequence that asked not to be captured works in it.
+    captured is False while a sequence that asked not to be captured works in it; adapter is the digest of what it was computed with.
     """
 
     index: int
@@ -55,6 +55,7 @@ class Slot:
     captured: bool = True
     busy: bool = False
     last_used: int = 0
+    adapter: str = ""
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """Count of leading tokens that this slot shares with a token list."""

@@ -115,12 +115,12 @@ class Follower:
         slot.length = self._shared(slot, message, tokens)
         slot.stored = slot.length
         slot.busy, slot.captured = True, True
-        slot.namespace, slot.session = message.namespace, message.session
+        slot.namespace, slot.session, slot.adapter = message.namespace, message.session, message.adapter
         self.exact.pop(slot.index, None)
         return slot
 
     def _shared(self, slot: Slot, message: m.Follow, tokens: np.ndarray) -> int:
-        if slot.namespace != message.namespace:
+        if slot.namespace != message.namespace or slot.adapter != message.adapter:
             return 0
         return min(self.exact_count(slot), slot.common_prefix(tokens))
 
@@ -142,7 +142,8 @@ class Follower:
     def _restore(self, known: Followed, finder: PrefixFinder, busy: bool) -> None:
         slot, start = known.slot, known.slot.length
         goal = min(known.count, start + BUSY_SLICE_TOKENS) if busy else known.count
-        restore = Restore(self.root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, goal)
+        root = RootId(m.adapter_root(self.root, slot.adapter))
+        restore = Restore(root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, goal)
         restore.slice(finder, self.arena, slot, self.speeds)
         slot.stored = slot.length
         gained = slot.length - start

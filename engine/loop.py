@@ -11,12 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
 
 from engine import messages as m
+from engine.adapters import Adapters
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
 from engine.capture import Capture, Cursor
@@ -76,6 +78,7 @@ class Engine:
     prefill_chunk: int
     keep_running: Callable[[], bool]
     grammars: Grammars
+    adapters: Adapters
     follower: Follower
     drain_s: float = 8.0
     draining_until: float = 0.0
@@ -177,6 +180,10 @@ class Engine:
                 self.follower.unfollow(message.stream)
             case m.Release():
                 self._release(message)
+            case m.LoadAdapter():
+                self._load_adapter(message)
+            case m.UnloadAdapter():
+                self.adapters.unload(message.digest)
             case m.Ping():
                 self.stats_due = 0.0
             case m.Shutdown():
@@ -248,6 +255,16 @@ class Engine:
             raise BadRequest("too_long", f"{len(tokens)} tokens leave no room for an answer in a context of {context}")
         if min(tokens) < 0 or max(tokens) >= self.model.vocab_count:
             raise BadRequest("bad_token", f"token ids must lie in [0, {self.model.vocab_count})")
+        if sequence.submit.adapter and sequence.submit.adapter not in self.adapters:
+            raise BadRequest("bad_adapter", "its adapter can't be loaded here; the engine's log says why")
+
+    def _load_adapter(self, load: m.LoadAdapter) -> None:
+        try:
+            self.adapters.load(Path(load.directory), load.digest)
+        except (BadRequest, OSError) as error:
+            self.link.send(m.AdapterReady(load.request, str(error)))
+            return
+        self.link.send(m.AdapterReady(load.request))
 
     def _cancel(self, cancel: m.Cancel) -> None:
         """Stop sampling a stream. What it has computed stays resident, up to where the gateway says that its truth ends."""
@@ -314,10 +331,10 @@ class Engine:
             submit, tokens = sequence.submit, sequence.array()
             limit = len(tokens) - 1
             self.follower.claim(submit.stream)
-            choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
+            choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit, submit.adapter)
             while choice is None and (gave_way := self.follower.make_room()) is not None:
                 self.link.send(gave_way)
-                choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit)
+                choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit, submit.adapter)
             if choice is None:
                 return
             self.waiting.remove(sequence)
@@ -358,6 +375,7 @@ class Engine:
         self.clock += 1
         slot.busy, slot.last_used = True, self.clock
         slot.namespace, slot.session, slot.captured = submit.namespace, submit.session, submit.capture
+        slot.adapter = submit.adapter
         slot.tokens[: len(tokens)] = tokens
         goal = self._restorable(sequence, tokens, shared, limit)
         goal = self._exact(sequence, goal)
@@ -365,9 +383,13 @@ class Engine:
         slot.stored = min(slot.stored, slot.length)
         sequence.slot, sequence.device_tokens = slot, slot.length
         if goal > slot.length:
-            sequence.restore = Restore(self.root, submit.namespace, tokens, self.block_tokens, goal)
+            sequence.restore = Restore(self._root_of(sequence), submit.namespace, tokens, self.block_tokens, goal)
         else:
             self._begin(sequence)
+
+    def _root_of(self, sequence: Sequence) -> RootId:
+        """What the sequence's state depends on: the model's root, or that of its adapter over it."""
+        return RootId(m.adapter_root(self.root, sequence.submit.adapter))
 
     def _stored(self, sequence: Sequence, tokens: np.ndarray, limit: int) -> int:
         """How much of a recovered stream the tiers hold. It is preferred to what happens to be on this device.
@@ -376,14 +398,19 @@ class Engine:
         steps of another shape differ in the last bits, which can turn a draw that falls on a boundary.
         """
         extents = self.finder.find(
-            self.root, sequence.submit.namespace, tokens, limit=limit, block_tokens=self.block_tokens
+            self._root_of(sequence), sequence.submit.namespace, tokens, limit=limit, block_tokens=self.block_tokens
         )
         return extents[-1].token_end if extents else 0
 
     def _restorable(self, sequence: Sequence, tokens: np.ndarray, shared: int, limit: int) -> int:
         """The position up to which state is to be put back: on the device already, or worth restoring."""
         extents = self.finder.find(
-            self.root, sequence.submit.namespace, tokens, limit=limit, start=shared, block_tokens=self.block_tokens
+            self._root_of(sequence),
+            sequence.submit.namespace,
+            tokens,
+            limit=limit,
+            start=shared,
+            block_tokens=self.block_tokens,
         )
         if not extents:
             return shared
@@ -446,6 +473,7 @@ class Engine:
         assert sequence.slot is not None, "prefill without a slot"
         began = time.perf_counter()
         self.cache.begin([sequence.slot], [start], end - start)
+        self.adapters.begin([sequence.submit.adapter])
         wanted = end == len(sequence.tokens) and not sequence.finish
         logits = self.model.forward([sequence.tokens[start:end]], [start], self.cache, logits=wanted)
         self.speeds.saw_prefill(end - start, time.perf_counter() - began)
@@ -459,6 +487,7 @@ class Engine:
         began = time.perf_counter()
         starts = [s.computed for s in rows]
         self.cache.begin([s.slot for s in rows if s.slot], starts, 1)
+        self.adapters.begin([s.submit.adapter for s in rows])
         logits = self.model.forward([[s.tokens[s.computed]] for s in rows], starts, self.cache, logits=True)
         assert logits is not None, "decode gives logits"
         outputs = []
@@ -535,6 +564,7 @@ class Engine:
             self.ended[sequence.key] = sequence
             while len(self.ended) > _REMEMBERED:
                 self.ended.popitem(last=False)
+        self.adapters.let_go({s.submit.adapter for s in (*self.active, *self.waiting)})
 
     def _drop(self, sequence: Sequence) -> None:
         self.active.remove(sequence)

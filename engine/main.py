@@ -21,6 +21,7 @@ import numpy as np
 import structlog
 import torch
 
+from engine.adapters import Adapters
 from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
@@ -147,6 +148,7 @@ def build(
         block_tokens=tiers.block_tokens,
         prefill_chunk=options.prefill_chunk,
         keep_running=HostLease(paths.host_lock),
+        adapters=Adapters(model.module),
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
         follower=Follower(arena, root, tiers.block_tokens, speeds),
         drain_s=options.drain_s,

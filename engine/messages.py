@@ -7,15 +7,35 @@ An `epoch` grows with every submission of the same stream: whatever arrives with
 
 from __future__ import annotations
 
+import hashlib
 from array import array
+from pathlib import Path
 from typing import Union
 
 import msgspec
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
     """Token ids -> little-endian int32 bytes."""
     return array("i", tokens).tobytes()
+
+
+def adapter_digest(directory: Path) -> str:
+    """Digest of an adapter's files, 32 hex digits: what names it and the state computed with it. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=16, person=b"concordia-lora")
+    for name in ADAPTER_FILES:
+        data = (directory / name).read_bytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def adapter_root(root: bytes, digest: str) -> bytes:
+    """Fingerprint of state computed with an adapter over a model's own fingerprint; no adapter: the model's own."""
+    if not digest:
+        return root
+    return hashlib.blake2b(root + bytes.fromhex(digest), digest_size=16, person=b"concordia-state").digest()
 
 
 def unpack_tokens(data: bytes) -> list[int]:
@@ -124,6 +144,7 @@ class Submit(Message, frozen=True):
     session        name under which its state stays resident afterwards; "" if anonymous
     grammar        what the tokens after the prompt must match, as llguidance takes it; "" if anything goes
     capture        False: nothing of it is written to the lane, and its device memory is free again when it ends
+    adapter        digest of the adapter to compute with, "" for none; a `LoadAdapter` came before
     """
 
     stream: str
@@ -138,6 +159,21 @@ class Submit(Message, frozen=True):
     prefill_start: int = -1
     grammar: str = ""
     capture: bool = True
+    adapter: str = ""
+
+
+class LoadAdapter(Message, frozen=True):
+    """Read an adapter from a directory whose files have this digest; nothing if it is known. Answered by `AdapterReady`."""
+
+    request: int
+    digest: str
+    directory: str
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Forget an adapter once no stream of the engine uses it."""
+
+    digest: str
 
 
 class Cancel(Message, frozen=True):
@@ -166,6 +202,7 @@ class Follow(Message, frozen=True):
     tokens: bytes
     namespace: str = "default"
     session: str = ""
+    adapter: str = ""
 
 
 class Unfollow(Message, frozen=True):
@@ -189,7 +226,7 @@ class Shutdown(Message, frozen=True):
     """Finish nothing more: drain captures, then exit 0. Sent after streams have ended or moved."""
 
 
-ToEngine = Union[Attach, Submit, Cancel, Park, Follow, Unfollow, Release, Ping, Shutdown]
+ToEngine = Union[Attach, Submit, Cancel, Park, Follow, Unfollow, Release, Ping, Shutdown, LoadAdapter, UnloadAdapter]
 
 # ---------------------------------------------------------------- engine -> gateway
 
@@ -257,7 +294,7 @@ class Captured(Message, frozen=True):
 class Refused(Message, frozen=True):
     """A `Submit` that can't be served, or no longer; message tells the user what to do.
 
-    code  "too_long", "bad_token", "bad_grammar", "other_model" or "failed"
+    code  "too_long", "bad_token", "bad_grammar", "bad_adapter", "other_model" or "failed"
     """
 
     stream: str
@@ -299,13 +336,22 @@ class Draining(Message, frozen=True):
     """This engine was told to end (SIGTERM): take its streams elsewhere; it ends when it has none, or after `drain_s`."""
 
 
+class AdapterReady(Message, frozen=True):
+    """Answer to `LoadAdapter`: error says why it can't be used, "" if it can."""
+
+    request: int
+    error: str = ""
+
+
 class Stats(Message, frozen=True):
     """Sent about once a second and on `Ping`."""
 
     stats: EngineStats
 
 
-FromEngine = Union[Hello, Started, Forced, Step, Captured, Refused, Parked, Followed, Released, Draining, Stats]
+FromEngine = Union[
+    Hello, Started, Forced, Step, Captured, Refused, Parked, Followed, Released, Draining, Stats, AdapterReady
+]
 
 # ---------------------------------------------------------------- host agent <-> gateway
 

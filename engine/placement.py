@@ -20,7 +20,7 @@ class SlotChoice:
 
 
 def choose_slot(
-    slots: Listing[Slot], tokens: np.ndarray, namespace: str, session: str, limit: int
+    slots: Listing[Slot], tokens: np.ndarray, namespace: str, session: str, limit: int, adapter: str = ""
 ) -> SlotChoice | None:
     """The slot for a token list, or None while all are busy. At most `limit` tokens are taken over.
 
@@ -30,7 +30,7 @@ def choose_slot(
     idle = [slot for slot in slots if not slot.busy]
     if not idle:
         return None
-    same_tenant = [slot for slot in slots if slot.namespace == namespace and slot.length]
+    same_tenant = [slot for slot in slots if (slot.namespace, slot.adapter) == (namespace, adapter) and slot.length]
     shared = {slot.index: min(slot.common_prefix(tokens), limit) for slot in same_tenant}
     best = max(same_tenant, key=lambda slot: (shared[slot.index], not slot.busy), default=None)
     if best is None or not shared[best.index]:

@@ -63,7 +63,7 @@ class Sequence:
 
     def shares_state_with(self, other: Sequence) -> bool:
         """Whether equal prefixes of the two have the same state."""
-        return self.submit.namespace == other.submit.namespace
+        return (self.submit.namespace, self.submit.adapter) == (other.submit.namespace, other.submit.adapter)
 
     @property
     def prompt_missing(self) -> bool:

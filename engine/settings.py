@@ -19,6 +19,7 @@ class EngineSettings:
     prefault_tokens  tokens of arena memory touched at start, so that a restore meets warm pages
     drain_s          how long SIGTERM lets streams be moved to other engines before the engine ends
     deterministic    an answer has the same bits whatever runs beside it, dies, or was cached; slower; refused where it can't be kept
+    adapters         LoRA adapters that are there from the start: `name=directory`, several separated by commas
     capture          copy what each step changed into the lane (off only to measure its cost)
     """
 
@@ -31,4 +32,5 @@ class EngineSettings:
     prefault_tokens: int = 8192
     drain_s: float = 8.0
     deterministic: bool = False
+    adapters: str = ""
     capture: bool = True

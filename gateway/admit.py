@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -36,6 +36,7 @@ class Admission:
         default_max_tokens: int,
         limits: Callable[[], tuple[int, int]],
         tool_form: str = "auto",
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self._model_name = model_name
         self._codec = codec
@@ -44,11 +45,12 @@ class Admission:
         self._default_max_tokens = default_max_tokens
         self._limits = limits
         self._tool_form = tool_form
+        self._adapters = {} if adapters is None else adapters
 
     def parse(self, kind: str, body: bytes) -> Request:
         """Body -> request for a model that is served here. Raises ApiError."""
         request: Request = schema.parse_chat(body) if kind == "chat" else schema.parse_completion(body)
-        if request.model != self._model_name:
+        if request.model != self._model_name and request.model not in self._adapters:
             message = f"model: there is no model {request.model!r} here; GET /v1/models lists what is served"
             raise not_found(message, "model_not_found", "model")
         return request
@@ -97,9 +99,17 @@ class Admission:
             session=wish.session,
             grammar=grammar,
             capture=wish.capture,
+            adapter=self._adapter(request),
             tool_form=tools.form,
             tool_names=tools.names,
         )
+
+    def _adapter(self, request: Request) -> str:
+        """Digest of the adapter that the request names, by `adapter` or as its model. Raises ApiError."""
+        if request.adapter and request.adapter not in self._adapters:
+            message = f"adapter: there is no adapter {request.adapter!r}; GET /v1/models lists what is loaded"
+            raise not_found(message, "adapter_not_found", "adapter")
+        return self._adapters.get(request.adapter or request.model, "")
 
     def _tools(self, request: ChatRequest) -> ToolPlan:
         form = self._tool_form

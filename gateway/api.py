@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 
 from gateway import metrics
+from gateway.adapters import AdapterTable
 from gateway.admit import Admission
 from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig
@@ -41,6 +42,7 @@ class Gateway:
     admission: Admission
     table: StreamTable
     groups: GroupTable
+    adapters: AdapterTable
     sessions: SessionTable
     dispatcher: Dispatcher
     host: HostLink

@@ -19,16 +19,18 @@ from gateway.sessions import SessionRecord
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response({"object": "list", "data": [_model(request)]})
+    names = [request.app[GATEWAY].config.model_name, *request.app[GATEWAY].adapters.names]
+    return json_response({"object": "list", "data": [_model(request, name) for name in names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
-    if name != request.app[GATEWAY].config.model_name:
+    gateway = request.app[GATEWAY]
+    if name != gateway.config.model_name and name not in gateway.adapters.names:
         raise not_found(
             f"model: there is no model {name!r} here; GET /v1/models lists what is served", "model_not_found", "model"
         )
-    return json_response(_model(request))
+    return json_response(_model(request, name))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -121,14 +123,16 @@ def engine_rows(engines: dict[str, Engine]) -> list[tuple[str, bool, dict[str, f
     return [(engine.name, engine.ready, msgspec.to_builtins(engine.stats)) for engine in engines.values()]
 
 
-def _model(request: web.Request) -> dict[str, Any]:
+def _model(request: web.Request, name: str) -> dict[str, Any]:
     gateway = request.app[GATEWAY]
+    adapter = gateway.adapters.names.get(name)
     return {
-        "id": gateway.config.model_name,
+        "id": name,
         "object": "model",
         "created": int(gateway.started_at),
         "owned_by": "concordia",
         "max_model_len": gateway.admission.context_tokens,
+        **({"parent": gateway.config.model_name, "adapter": adapter} if adapter else {}),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from engine.messages import pack_tokens, unpack_tokens
+from engine.messages import adapter_root, pack_tokens, unpack_tokens
 from gateway import metrics
 from gateway.api import GATEWAY, Gateway, json_response, read_body
 from gateway.errors import ApiError, conflict, not_found
@@ -170,13 +170,14 @@ async def _drain(gateway: Gateway) -> dict[str, Any]:
 
 async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes, shared: int) -> bool:
     """False if the keeper is away: the blocks stay until they are collected; nobody can name the session any more."""
-    roots = {engine.hello.root for engine in gateway.dispatcher.engines.values() if engine.hello}
+    models = {bytes.fromhex(engine.hello.root) for engine in gateway.dispatcher.engines.values() if engine.hello}
+    roots = {adapter_root(model, digest) for model in models for digest in ("", *gateway.adapters.names.values())}
     try:
         await _drain(gateway)
         for root in roots if tokens else ():
             await keeper_client.aforget(
                 gateway.config.paths.keeper_socket,
-                bytes.fromhex(root),
+                root,
                 record.namespace,
                 unpack_tokens(tokens),
                 session=record.session,

@@ -20,7 +20,8 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from gateway import api, api_admin, api_answers, api_moves, api_sessions, api_streams, metrics
+from gateway import api, api_adapters, api_admin, api_answers, api_moves, api_sessions, api_streams, metrics
+from gateway.adapters import AdapterTable, parse_setting
 from gateway.admit import Admission
 from gateway.api import GATEWAY, Gateway
 from gateway.chat_template import load_chat_template
@@ -28,6 +29,7 @@ from gateway.choices import GroupForm, GroupTable
 from gateway.config import GatewayConfig, is_loopback
 from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
+from gateway.errors import ApiError
 from gateway.host_link import HostLink
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
@@ -118,6 +120,9 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
     host.on_news = dispatcher.on_host_news
     groups = GroupTable(config.paths.journal_dir, table)
+    adapters = AdapterTable(config.paths.data_dir / "adapters")
+    dispatcher.adapter_directory = adapters.directory
+    _name_adapters(config, adapters)
 
     durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values)
 
@@ -138,7 +143,14 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     template = load_chat_template(config.model_dir)
     settings = config.gateway
     admission = Admission(
-        config.model_name, codec, template, facts, settings.default_max_tokens, limits, settings.tool_form
+        config.model_name,
+        codec,
+        template,
+        facts,
+        settings.default_max_tokens,
+        limits,
+        settings.tool_form,
+        adapters.names,
     )
     form = EventForm(codec)
     gateway = Gateway(
@@ -146,6 +158,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         admission,
         table,
         groups,
+        adapters,
         sessions,
         dispatcher,
         host,
@@ -155,6 +168,15 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         started_at=time.time(),
     )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
+
+
+def _name_adapters(config: GatewayConfig, adapters: AdapterTable) -> None:
+    """Those of the configuration. Raises Refused."""
+    try:
+        for name, source in parse_setting(config.adapters).items():
+            adapters.add(name, adapters.keep(source))
+    except (ValueError, ApiError) as error:
+        raise Refused(f"engine.adapters: {error}") from error
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -169,6 +191,8 @@ def make_app(gateway: Gateway) -> web.Application:
             web.post("/v1/completions", api_answers.completions),
             web.get("/v1/models", api_admin.list_models),
             web.get("/v1/models/{model:.+}", api_admin.get_model),
+            web.post("/v1/load_lora_adapter", api_adapters.load_adapter),
+            web.post("/v1/unload_lora_adapter", api_adapters.unload_adapter),
             web.get("/v1/streams", api_streams.list_streams),
             web.get("/v1/streams/{stream}", api_streams.get_stream),
             web.delete("/v1/streams/{stream}", api_streams.delete_stream),
@@ -262,6 +286,7 @@ async def _sweep_forever(gateway: Gateway) -> None:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         await gateway.table.sweep(gateway.config.gateway.stream_retention_s)
         gateway.groups.sweep(gateway.config.gateway.stream_retention_s)
+        gateway.adapters.sweep({stream.spec.adapter for stream in gateway.table.live.values()})
 
 
 def _raise_file_limit() -> None:

@@ -22,6 +22,7 @@ class GatewayConfig:
 
     model_name      what clients put into `model`
     context_tokens  longest sequence; 0 means what the model declares
+    adapters        `engine.adapters`: those that have a name from the start
     """
 
     data_dir: Path
@@ -31,6 +32,7 @@ class GatewayConfig:
     gateway: GatewaySettings = GatewaySettings()
     tiers: TierSettings = TierSettings()
     context_tokens: int = 0
+    adapters: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> GatewayConfig:

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -61,7 +62,8 @@ class Engine:
         self.residents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # stream -> (session, tokens)
         self.link_lost_at = 0.0
         self.pidfd = -1
-        self.parks: dict[int, asyncio.Future[m.Parked]] = {}
+        self.parks: dict[int, asyncio.Future[Any]] = {}  # what was asked by number, and waits for its answer
+        self.adapters: set[str] = set()  # digests that it was told to load
         self.followed: dict[str, following.FollowState] = {}
         self.draining = False  # its streams are to go elsewhere, and nothing new comes
 
@@ -136,6 +138,7 @@ class Dispatcher:
         self.engines: dict[str, Engine] = {}
         self.pending: dict[str, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda stream: None
+        self.adapter_directory: Callable[[str], Path] = Path
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
         self.standbys = Standbys(self) if settings.failover == "hot" else None
@@ -217,6 +220,31 @@ class Dispatcher:
             answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, m.Parked)]
 
+    async def load_adapter(self, digest: str, timeout_s: float) -> list[str]:
+        """Have every engine load an adapter; returns what those say that can't. Raises TimeoutError."""
+        asked = []
+        for engine in list(self._ready()):
+            self._park_count += 1
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            engine.parks[self._park_count] = future
+            assert engine.link is not None
+            engine.link.send(m.LoadAdapter(self._park_count, digest, str(self.adapter_directory(digest))))
+            asked.append((engine, future))
+        async with asyncio.timeout(timeout_s):
+            await asyncio.wait([future for _, future in asked])
+        answers = [(engine, future.result()) for engine, future in asked if future.exception() is None]
+        for engine, answer in answers:
+            if not answer.error:
+                engine.adapters.add(digest)
+        return [answer.error for _, answer in answers if answer.error]
+
+    def unload_adapter(self, digest: str) -> None:
+        """Have every engine forget an adapter when its streams have ended."""
+        for engine in self._ready():
+            engine.adapters.discard(digest)
+            assert engine.link is not None
+            engine.link.send(m.UnloadAdapter(digest))
+
     # ------------------------------------------------------------ streams of an earlier process
 
     def resume_all(self, streams: list[Stream], host_answered: asyncio.Event) -> None:
@@ -263,6 +291,9 @@ class Dispatcher:
         engine.remember(stream, tokens)
         following.claimed(engine, stream.id)
         assert engine.link is not None
+        if stream.spec.adapter and stream.spec.adapter not in engine.adapters:
+            engine.adapters.add(stream.spec.adapter)
+            engine.link.send(m.LoadAdapter(0, stream.spec.adapter, str(self.adapter_directory(stream.spec.adapter))))
         engine.link.send(
             m.Submit(
                 stream=stream.id,
@@ -277,6 +308,7 @@ class Dispatcher:
                 prefill_start=stream.started.prefill_start if stream.started else -1,
                 grammar=stream.spec.grammar,
                 capture=stream.spec.capture,
+                adapter=stream.spec.adapter,
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
@@ -566,7 +598,10 @@ class Dispatcher:
                     watcher.said(engine, message)
             case m.Draining():
                 self._spawn(self._drain(engine))
-            case m.Parked():
+            case m.AdapterReady() if not message.request:
+                if message.error:
+                    log.error("adapter.refused", engine=engine.name, error=message.error)
+            case m.Parked() | m.AdapterReady():
                 future = engine.parks.pop(message.request, None)
                 if future is not None and not future.done():
                     future.set_result(message)
@@ -724,7 +759,9 @@ class Dispatcher:
             return
         end = j.End(finish_reason, cause, time.time())
         if refused is not None:
-            status = {"too_long": 400, "bad_token": 400, "bad_grammar": 400, "no_engine": 503}.get(refused.code, 500)
+            status = {"too_long": 400, "bad_token": 400, "bad_grammar": 400, "bad_adapter": 400, "no_engine": 503}.get(
+                refused.code, 500
+            )
             end = j.End(finish_reason, cause, time.time(), status, refused.code, refused.message)
         self._stop_waiting(stream)
         engine = self.engines.get(stream.engine)

@@ -53,7 +53,7 @@ def extend(engine: Engine, stream: Stream, state: FollowState) -> None:
         return
     tokens = m.pack_tokens(stream.tokens[state.sent_count :])
     spec = stream.spec
-    engine.link.send(m.Follow(stream.id, state.sent_count, tokens, spec.namespace, spec.session))
+    engine.link.send(m.Follow(stream.id, state.sent_count, tokens, spec.namespace, spec.session, spec.adapter))
     state.sent_count, state.caught_up = count, False
 
 

@@ -41,6 +41,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar     what the answer must match, as the engine takes it; "" if anything goes
     capture     False: its state is never written to a tier; a recovery computes it anew
     tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
+    adapter     digest of the adapter that computes it, "" for the model alone
     group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
     """
 
@@ -64,6 +65,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: int = 0
     tool_form: str = ""
     tool_names: list[str] = []
+    adapter: str = ""
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -56,6 +56,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: str | None = None
+    adapter: str | None = None
     store: bool | None = None
     user: str | None = None
     capture: bool | None = None

@@ -129,6 +129,7 @@ class Config:
         return self.engine_json(model_dir, model_name) | {
             "gateway": dataclasses.asdict(self.gateway) | ({"spares": 0} if self.gateway.failover == "cold" else {}),
             "context_tokens": self.engine.context_tokens,
+            "adapters": self.engine.adapters,
         }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from engine.arena import Arena, Slot
+from engine.messages import adapter_root
 from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
 from tiers.layout import RootId, SequenceId, sequence_id
@@ -93,7 +94,7 @@ class Capture:
         self.lane.append_open(
             cursor.sequence,
             cursor.epoch,
-            self.root,
+            RootId(adapter_root(self.root, slot.adapter)),
             self.arena.layout,
             self.block_tokens,
             slot.namespace,

@@ -72,6 +72,9 @@ class FakeEngine:
         self.submits: list[m.Submit] = []
         self.cancels: list[m.Cancel] = []
         self.parks: list[m.Park] = []
+        self.loads: list[m.LoadAdapter] = []
+        self.unloads: list[str] = []
+        self.adapter_error = ""
         self.follows: dict[str, list[int]] = {}
         self.follow_refusal = ""
         self.follow_lag = 0  # tokens that it stays behind
@@ -163,6 +166,11 @@ class FakeEngine:
                 self.send(m.Released(message.stream, message.epoch, position))
             case m.Shutdown():
                 self.stopped = True
+            case m.LoadAdapter():
+                self.loads.append(message)
+                self.send(m.AdapterReady(message.request, self.adapter_error))
+            case m.UnloadAdapter():
+                self.unloads.append(message.digest)
             case m.Park():
                 self.parks.append(message)
                 self.send(m.Parked(message.request, 1, 42))

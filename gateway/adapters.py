@@ -1,0 +1,89 @@
+"""LoRA adapters by name. DATA/adapters/<digest>/ holds a copy of each one's files, DATA/adapters/index.json their names.
+
+A stream keeps to the digest that its name meant when it was admitted: new weights under the same name are another adapter, and a recovery
+finds the old ones here, even if they were unloaded or deleted meanwhile. On the event loop; files are copied on a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from engine.messages import ADAPTER_FILES, adapter_digest
+from gateway.errors import bad_request
+
+log = structlog.get_logger()
+
+
+class AdapterTable:
+    """All adapters of this gateway."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = directory / "index.json"
+        self.names: dict[str, str] = {}
+        if self._index.exists():
+            self.names = msgspec.json.decode(self._index.read_bytes(), type=dict[str, str])
+
+    def directory(self, digest: str) -> Path:
+        """Where an adapter's files lie."""
+        return self._directory / digest
+
+    def keep(self, source: Path) -> str:
+        """Copy an adapter's files; returns their digest. Raises ApiError if they are not there."""
+        try:
+            digest = adapter_digest(source)
+        except OSError as error:
+            files = " and ".join(ADAPTER_FILES)
+            raise bad_request(f"lora_path: expected a directory with {files}: {error}", "lora_path") from error
+        target = self.directory(digest)
+        if not target.exists():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            copy = Path(tempfile.mkdtemp(dir=self._directory, prefix=".copy-"))
+            for name in ADAPTER_FILES:
+                shutil.copyfile(source / name, copy / name)
+            os.rename(copy, target)
+        return digest
+
+    def add(self, name: str, digest: str) -> None:
+        """Give a name to an adapter that is kept; a name that meant another one means this one from now on."""
+        self.names[name] = digest
+        self._write()
+        log.info("adapter.named", name=name, digest=digest)
+
+    def remove(self, name: str) -> str:
+        """Take a name back; returns its digest if no other name means it, else ""."""
+        digest = self.names.pop(name)
+        self._write()
+        return "" if digest in self.names.values() else digest
+
+    def sweep(self, used: set[str]) -> None:
+        """Delete the files of adapters that have no name and no live stream."""
+        if not self._directory.exists():
+            return
+        wanted = used | set(self.names.values())
+        for path in self._directory.iterdir():
+            if path.is_dir() and path.name not in wanted and not path.name.startswith("."):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        temporary = self._index.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.encode(self.names))
+        os.replace(temporary, self._index)
+
+
+def parse_setting(text: str) -> dict[str, Path]:
+    """`name=directory, name=directory` -> what to load at the start. Raises ValueError."""
+    wanted = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, directory = part.partition("=")
+        if not equals or not name.strip() or not directory.strip():
+            raise ValueError(f"engine.adapters: expected name=directory, got {part!r}")
+        wanted[name.strip()] = Path(directory.strip()).expanduser()
+    return wanted

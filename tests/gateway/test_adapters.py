@@ -1,0 +1,109 @@
+"""Adapters by name: loaded, chosen by model or field, replaced, unloaded; streams keep to what their name meant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.adapters import AdapterTable, parse_setting
+from tests.gateway.conftest import World, chat
+
+
+def make_files(directory: Path, content: bytes) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return directory
+
+
+async def load(world: World, name: str, directory: Path) -> tuple[int, dict]:
+    body = {"lora_name": name, "lora_path": str(directory)}
+    status, _, answer = await world.post("/v1/load_lora_adapter", body)
+    return status, answer
+
+
+async def test_an_adapter_is_loaded_listed_used_and_unloaded(world: World, tmp_path: Path) -> None:
+    engine = world.engines[0]
+    status, made = await load(world, "pirate", make_files(tmp_path, b"one"))
+    assert status == 200 and made["loaded"]
+    models = {model["id"]: model for model in (await world.get("/v1/models"))["data"]}
+    assert models["pirate"]["parent"] == "tiny"
+    assert (await world.get("/v1/models/pirate"))["adapter"] == made["digest"]
+    for more in ({"model": "pirate"}, {"adapter": "pirate"}):
+        status, _, answer = await world.post("/v1/chat/completions", {**chat(stream=False), **more})
+        assert status == 200 and engine.submits[-1].adapter == made["digest"]
+    assert answer["model"] == "tiny"
+    assert [item.digest for item in engine.loads] == [made["digest"]], "loaded once"
+    status, _, _ = await world.post("/v1/unload_lora_adapter", {"lora_name": "pirate"})
+    assert status == 200 and engine.unloads == [made["digest"]]
+    assert (await world.post("/v1/chat/completions", {**chat(), "model": "pirate"}))[0] == 404
+    assert (await world.post("/v1/chat/completions", chat(adapter="pirate")))[2]["error"]["param"] == "adapter"
+    assert (await world.post("/v1/unload_lora_adapter", {"lora_name": "pirate"}))[0] == 404
+
+
+async def test_new_weights_under_the_same_name_are_another_adapter(make_world, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    engine = await world.engine("e0", budget=3)
+    source = make_files(tmp_path / "lora", b"old")
+    _, old = await load(world, "x", source)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", {**chat(), "model": "x"}))
+
+    async def running() -> bool:
+        return engine.budget == 0
+
+    await world.until(running)
+    make_files(source, b"new")
+    _, new = await load(world, "x", source)
+    assert new["digest"] != old["digest"]
+    await engine.kill()
+    again = await world.engine("e0", 2)
+    await task
+    assert again.submits[-1].adapter == old["digest"], "a stream keeps to what its name meant"
+    assert [item.digest for item in again.loads] == [old["digest"]], "and is given the old files"
+    assert Path(again.loads[0].directory, "adapter_model.safetensors").read_bytes() == b"old"
+    await world.post("/v1/chat/completions", {**chat(stream=False), "model": "x"})
+    assert again.submits[-1].adapter == new["digest"]
+
+
+async def test_what_an_engine_refuses_is_a_400(world: World, tmp_path: Path) -> None:
+    world.engines[0].adapter_error = "its use_dora is True, which is not supported"
+    status, answer = await load(world, "x", make_files(tmp_path, b"x"))
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+    assert "use_dora" in answer["error"]["message"]
+    status, answer = await load(world, "x", tmp_path / "nowhere")
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+    for name in ("tiny", "a/b", ""):
+        status, answer = await load(world, name, tmp_path)
+        assert (status, answer["error"]["param"]) == (400, "lora_name")
+
+
+async def test_names_survive_a_restart(make_world, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    await world.engine("e0")
+    _, made = await load(world, "x", make_files(tmp_path, b"x"))
+    await world.end_gateway()
+    await world.start_gateway()
+    assert (await world.get("/v1/models/x"))["adapter"] == made["digest"]
+
+
+def test_files_go_with_their_last_user(tmp_path: Path) -> None:
+    table = AdapterTable(tmp_path / "adapters")
+    digest = table.keep(make_files(tmp_path / "a", b"1"))
+    table.add("x", digest)
+    table.add("y", digest)
+    assert table.remove("x") == ""
+    assert table.remove("y") == digest
+    table.sweep({digest})
+    assert table.directory(digest).exists()
+    table.sweep(set())
+    assert not table.directory(digest).exists()
+
+
+def test_the_setting_is_names_and_directories() -> None:
+    assert parse_setting("") == {}
+    assert parse_setting("a=/x, b = /y z") == {"a": Path("/x"), "b": Path("/y z")}
+    with pytest.raises(ValueError, match="name=directory"):
+        parse_setting("/x")
