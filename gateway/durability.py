@@ -127,9 +127,9 @@ class Durability:
 
     def _interesting(self) -> dict[str, Stream]:
         now = time.monotonic()
-        for name, (stream, at) in list(self._ended.items()):
-            if now - at > ENDED_KEPT_S or self.positions(name).durable >= max(stream.captured, len(stream.tokens) - 1):
-                del self._ended[name]
+        for stream, at in list(self._ended.values()):
+            if now - at > ENDED_KEPT_S:
+                self._settle(stream)
         live = dict(self._table.live)
         for name in self._positions.keys() - live.keys() - self._ended.keys():
             del self._positions[name]
@@ -141,6 +141,13 @@ class Durability:
         known.stored, known.durable, known.epoch = stored, max(durable, 0), stream.epoch
         stream.captured = max(stream.captured, stored)
         self._sessions.progressed(stream, known.durable)
+        if stream.id in self._ended and known.durable >= max(stream.captured, len(stream.tokens) - 1):
+            self._settle(stream)
+
+    def _settle(self, stream: Stream) -> None:
+        """Nothing more will change about a stream that has ended."""
+        del self._ended[stream.id]
+        self._sessions.settled(stream)
 
     # ------------------------------------------------------------ degraded states
 

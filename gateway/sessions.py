@@ -164,6 +164,12 @@ class SessionTable:
         if record is not None and record.streams[-1:] == [stream.id]:
             record.captured, record.durable = stream.captured, durable
 
+    def settled(self, stream: Stream) -> None:
+        """All of its latest turn is on disk, or as much as will ever be: worth remembering beyond this process."""
+        record = self._records.get(stream.spec.session)
+        if record is not None and record.streams[-1:] == [stream.id]:
+            self._put(record, None)
+
     def park(self, session: str, durable: int) -> SessionRecord:
         """Remember that the devices are free of it."""
         record = self._records[session]

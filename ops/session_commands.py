@@ -146,6 +146,8 @@ def _dry_row(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "yes" if value else ""
     if isinstance(value, list | dict):
         return json.dumps(value) if value else None
     return value

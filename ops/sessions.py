@@ -9,6 +9,7 @@ import numpy as np
 from gateway.sessions import SessionRecord
 from ops.errors import OpsError
 from ops.installation import Installation, session_file
+from tiers.base import session_key
 from tiers.export import find_stored
 from tiers.offline import offline_drain, recover
 from tiers.store import StoreReader
@@ -17,17 +18,31 @@ from tiers.store import StoreReader
 def listed(here: Installation) -> dict[str, Any]:
     """All sessions, most lately used first, as GET /v1/sessions answers."""
     if here.gateway is not None or _nothing_on_disk(here):
-        return dict(here.need_gateway("this list").get("/v1/sessions"))
-    return {"object": "list", "data": [_offline_row(here, record) for record in _records(here)]}
+        answer = dict(here.need_gateway("this list").get("/v1/sessions"))
+        return {**answer, "data": _with_pins(here, answer["data"])}
+    return {"object": "list", "data": _with_pins(here, [_offline_row(here, record) for record in _records(here)])}
+
+
+def _with_pins(here: Installation, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that also say whether a session is pinned, if its store is on this machine."""
+    if here.foreign or not (here.paths.store / "data.mdb").exists():
+        return rows
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        with store.snapshot() as view:
+            keys = [session_key(row.get("namespace", "default"), str(row["id"])) for row in rows]
+            return [{**row, "pinned": view.is_pinned(key)} for row, key in zip(rows, keys, strict=True)]
+    finally:
+        store.close()
 
 
 def view(here: Installation, session: str) -> dict[str, Any]:
     """One session. Raises OpsError if there is none."""
     if here.gateway is not None or _nothing_on_disk(here):
         client = here.need_gateway("this session")
-        return dict(client.get(client.session_path(session)))
+        return _with_pins(here, [dict(client.get(client.session_path(session)))])[0]
     record = _record(here, session)
-    return {**_offline_row(here, record), "streams": record.streams}
+    return _with_pins(here, [{**_offline_row(here, record), "streams": record.streams}])[0]
 
 
 def remove(here: Installation, session: str) -> dict[str, Any]:
@@ -70,6 +85,7 @@ def _offline_row(here: Installation, record: SessionRecord) -> dict[str, Any]:
     return {
         "id": record.session,
         "object": "session",
+        "namespace": record.namespace,
         "state": "parked",
         "created": int(record.created),
         "last_used": int(record.last_used),

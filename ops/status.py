@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ops.installation import Installation
 
 
+SESSIONS_SHOWN = 20
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
     """One process. state: running, dead, or for an engine what its page says."""
@@ -112,6 +115,11 @@ def lag(shown: Shown) -> dict[str, int]:
     }
 
 
+def _is_behind(row: dict[str, Any]) -> bool:
+    """More than the one token that an answer's end may leave."""
+    return bool(row.get("capture_lag", 0) > 1 or row.get("durable_lag", 0) or row.get("degraded"))
+
+
 def as_json(shown: Shown) -> dict[str, Any]:
     """For programs."""
     return {
@@ -119,7 +127,11 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "engines": shown.engines,
         "processes": [asdict(row) for row in shown.processes],
         "lanes": [asdict(row) for row in shown.lanes],
-        "sessions": {"count": len(shown.sessions), **lag(shown)},
+        "sessions": {
+            "count": len(shown.sessions),
+            **lag(shown),
+            "behind": [row for row in shown.sessions if _is_behind(row)],
+        },
         "degraded": shown.degraded,
         "keeper": shown.keeper,
         "data_dir": str(shown.paths.data_dir),
@@ -154,6 +166,13 @@ def show(shown: Shown) -> None:
         console.print(
             f"\n{len(shown.sessions)} sessions; {behind['capture_lag']} tokens wait for a lane, {behind['durable_lag']} for the disk",
             highlight=False,
+        )
+    behind_most = sorted(shown.sessions, key=lambda row: -row.get("capture_lag", 0) - row.get("durable_lag", 0))
+    rows_behind = [row for row in behind_most if _is_behind(row)][:SESSIONS_SHOWN]
+    if rows_behind:
+        names = ("id", "state", "tokens", "captured", "durable", "capture_lag", "durable_lag", "degraded")
+        console.print(
+            table("sessions that are behind", names, [[row.get(key) for key in names] for row in rows_behind])
         )
     for row in shown.degraded:
         engine = f" ({row['engine']})" if row.get("engine") else ""

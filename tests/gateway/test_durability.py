@@ -95,6 +95,11 @@ async def test_durable_follows_captured_without_a_park(world: World, keeper: Kee
     assert listed["data"][0]["durable"] == count
     lane.close()
 
+    await world.kill_gateway()
+    await world.start_gateway()
+    view = await world.get("/v1/sessions/chat")
+    assert (view["captured"], view["durable"]) == (count, count), "remembered without a new question"
+
 
 async def test_a_keeper_that_went_away_is_seen_everywhere(world: World, keeper: KeeperProcess) -> None:
     keeper.start()

@@ -78,6 +78,8 @@ def test_pin_and_unpin(place: Place, served: Callable[[], None]) -> None:
     served()
     assert place.json("sessions", "pin", "chat") == {"session": "chat", "namespace": "default", "pinned": True}
     assert place.json("stats")["sessions"][0]["pinned"]
+    assert place.json("sessions", "show", "chat")["pinned"]
+    assert [row["pinned"] for row in place.json("sessions", "ls")["data"]] == [True]
     assert "pinned" in place.run("stats").stdout
     place.json("sessions", "unpin", "chat")
     assert not place.json("stats")["sessions"][0]["pinned"]

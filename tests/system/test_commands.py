@@ -145,7 +145,7 @@ def test_tiny_status_shows_lag_and_a_graceful_stop_leaves_no_socket(target: Syst
     target.wait("the session on disk, without a park", durable, 60.0, 0.05)
     shown = concordia(target, "status")
     assert (shown["gateway"], shown["sessions"], shown["degraded"]) == (
-        "up", {"count": 1, "capture_lag": 0, "durable_lag": 0}, [],
+        "up", {"count": 1, "capture_lag": 0, "durable_lag": 0, "behind": []}, [],
     )  # fmt: skip
     assert shown["keeper"]["up"]
     lane_dir = target.paths.lane_dir
