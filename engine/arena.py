@@ -112,6 +112,10 @@ class Arena:
             for group in self.groups:
                 group[slot].zero_()
 
+    def rows_at(self, slot: Slot, position: int) -> list[int]:
+        """By group, the row of the slot's buffer that holds a position."""
+        return [position] * len(self.groups)
+
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame` (uint8, layout order, writable)."""
         for group, target in zip(self.groups, self._typed(frame, end - start), strict=True):

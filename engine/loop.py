@@ -490,6 +490,8 @@ class Engine:
         self.adapters.begin([s.submit.adapter for s in rows])
         logits = self.model.forward([[s.tokens[s.computed]] for s in rows], starts, self.cache, logits=True)
         assert logits is not None, "decode gives logits"
+        if self.capture and self.capture.rows:
+            self.capture.ahead([(s.cursor, s.slot, s.computed + 1) for s in rows if s.cursor and s.slot])
         outputs = []
         for index, sequence in enumerate(rows):
             self._computed(sequence, sequence.computed + 1)

@@ -25,6 +25,7 @@ from engine.adapters import Adapters
 from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
+from engine.capture.device_rows import for_engine
 from engine.errors import Fenced, UnsupportedModel
 from engine.exactness import check_exact
 from engine.follow import Follower
@@ -96,7 +97,7 @@ def _serve(loop: Engine, page: StatusPage) -> int:
         return EXIT_DEVICE
     page.set_state("draining")
     if loop.capture:
-        loop.capture.lane.close()
+        loop.capture.let_go()
     loop.grammars.close()
     loop.link.close()
     return 0
@@ -132,6 +133,8 @@ def build(
     )
     page.beat()
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
+    if capture and model.device.type == "cuda":
+        capture.rows, capture.without = for_engine(arena, options.capture_launch, lane.ring)
     speeds = measure(model, arena, cache)
     return Engine(
         name=engine,

@@ -21,6 +21,8 @@ class EngineSettings:
     deterministic    an answer has the same bits whatever runs beside it, dies, or was cached; slower; refused where it can't be kept
     adapters         LoRA adapters that are there from the start: `name=directory`, several separated by commas
     capture          copy what each step changed into the lane (off only to measure its cost)
+    capture_launch   on a GPU, how the handlers that capture are started: `stream`, `graph` or `executor`; `auto` measures them and takes
+                     the best; `copy` does without handlers
     """
 
     device: str = "auto"
@@ -34,3 +36,4 @@ class EngineSettings:
     deterministic: bool = False
     adapters: str = ""
     capture: bool = True
+    capture_launch: Literal["auto", "copy", "stream", "graph", "executor"] = "auto"

@@ -294,6 +294,11 @@ class LaneWriter:
         """Bytes of the ring that no unfreed record uses. A payload is contiguous, so a little less can be had in one piece."""
         return self.lane_bytes - (self._head_bytes - self._tail_bytes())
 
+    @property
+    def ring(self) -> np.ndarray:
+        """The memory of all payloads (uint8): for a device that writes frames in place to register."""
+        return self._ring
+
     def _tail_bytes(self) -> int:
         tail = self._words[TAIL_WORD]
         if tail >= self._head:

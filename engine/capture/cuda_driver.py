@@ -51,7 +51,7 @@ class CudaStream:
             event.record(self.stream)
             return CudaEvent(event)
 
-    def wait(self, event: CudaEvent) -> None:
+    def wait(self, event: Any) -> None:
         """See Stream."""
         self.stream.wait_event(event.event)
 
@@ -66,7 +66,7 @@ class CudaGraph:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
-    def launch(self, stream: CudaStream) -> None:
+    def launch(self, stream: Any) -> None:
         """See Graph."""
         self._graph.launch(stream.stream)
 
@@ -83,7 +83,7 @@ class CudaModule:
             self._module.load(image)
         self._functions: dict[str, Any] = {}
 
-    def launch(self, kernel: str, stream: CudaStream, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
+    def launch(self, kernel: str, stream: Any, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
         """See Module."""
         function = self._functions.get(kernel)
         with self._driver.device:
@@ -118,6 +118,11 @@ class CudaDriver:
         self._nvrtc = _compiler_for(runtime.driverGetVersion() // 1000)
         self._target = f"{self.architecture}-nvrtc{self._nvrtc.version[0]}.{self._nvrtc.version[1]}"
         self.cache = HandlerCache(cache_directory or Path.home() / ".cache" / "concordia" / "handlers")
+
+    def proof_of_executor(self) -> Path:
+        """The file that `make gpu` leaves once the executor has passed its checks on this kind of device with this driver."""
+        version = self.cupy.cuda.runtime.driverGetVersion()
+        return self.cache.directory / f"executor-proven-{self.title.replace(' ', '_')}-{version}"
 
     def load(self, source: HandlerSource) -> CudaModule:
         """See Driver."""
@@ -177,22 +182,22 @@ class CudaDriver:
         pointer = torch.cuda.current_stream(self.index).cuda_stream
         return CudaStream(self, self.cupy.cuda.ExternalStream(pointer, self.index))
 
-    def copy(self, target: int, source: int, byte_count: int, stream: CudaStream) -> None:
+    def copy(self, target: int, source: int, byte_count: int, stream: Any) -> None:
         """See Driver."""
         runtime = self.cupy.cuda.runtime
         with self.device:
             runtime.memcpyAsync(target, source, byte_count, runtime.memcpyDefault, stream.stream.ptr)
 
-    def zero(self, target: int, byte_count: int, stream: CudaStream) -> None:
+    def zero(self, target: int, byte_count: int, stream: Any) -> None:
         """See Driver."""
         with self.device:
             self.cupy.cuda.runtime.memsetAsync(target, 0, byte_count, stream.stream.ptr)
 
-    def begin_graph(self, stream: CudaStream) -> None:
+    def begin_graph(self, stream: Any) -> None:
         """See Driver."""
         stream.stream.begin_capture()
 
-    def end_graph(self, stream: CudaStream) -> CudaGraph:
+    def end_graph(self, stream: Any) -> CudaGraph:
         """See Driver."""
         return CudaGraph(stream.stream.end_capture())
 

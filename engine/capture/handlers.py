@@ -50,6 +50,7 @@ class RowRange:
     frame         uint8, flat, `frame_tokens` tokens long: groups one after another, each (planes, frame_tokens, row_bytes)
     frame_first   the token of the frame that `start` is
     frame_tokens  0: as many as the range has
+    rows          first row of the range in each group's buffer; empty: the row of a position is the position (or its place in a ring)
     """
 
     slot: int
@@ -58,6 +59,7 @@ class RowRange:
     frame: np.ndarray
     frame_first: int = 0
     frame_tokens: int = 0
+    rows: tuple[int, ...] = ()
 
     @property
     def token_count(self) -> int:

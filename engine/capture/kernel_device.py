@@ -38,6 +38,7 @@ _ITEM = np.dtype(
     ]
 )
 _EVERYTHING = 1
+_RANGES_A_LAUNCH = 64
 
 
 class KernelDevice:
@@ -313,7 +314,8 @@ class KernelRows:
         self._scatter = device.compile(source.row_scatterer(shape))
         self._bases = device.driver.mapped_buffer(8 * max(1, len(groups)))
         self._bases.array("<u8", len(groups))[:] = [memory.address for memory in groups]
-        self._items = device.driver.mapped_buffer(_ITEM.itemsize * 64)
+        self._items = device.driver.mapped_buffer(_ITEM.itemsize * _RANGES_A_LAUNCH)
+        self._firsts = device.driver.mapped_buffer(4 * _RANGES_A_LAUNCH * max(1, len(groups)))
         self._staging = device.driver.mapped_buffer(_STAGING_BYTES)
         self._reachable: list[Buffer] = []
 
@@ -338,7 +340,7 @@ class KernelRows:
         for group in self._rounds(ranges):
             staged = self._place(group, inward)
             units = sum(item.token_count for item in group) * self.shape.token_bytes // (16 * 32)
-            words = (self._bases.address, self._items.address, len(group))
+            words = (self._bases.address, self._items.address, len(group), self._firsts.address)
             self._device.start(module, words, units, after)
             if not inward:
                 for item, at in staged:
@@ -353,7 +355,7 @@ class KernelRows:
             size = 0 if self._address(item.frame) else aligned(item.frame.size)
             if size > self._staging.byte_count:
                 self._staging = self._device.driver.mapped_buffer(size)
-            if current and (len(current) == 64 or room + size > self._staging.byte_count):
+            if current and (len(current) == _RANGES_A_LAUNCH or room + size > self._staging.byte_count):
                 rounds.append(current)
                 room, current = 0, []
             current.append(item)
@@ -363,8 +365,10 @@ class KernelRows:
     def _place(self, group: list[RowRange], inward: bool) -> list[tuple[RowRange, int]]:
         """Write the items; returns those whose frames lie in the staging ring, and where."""
         items = self._items.array(_ITEM, len(group))
+        firsts = self._firsts.array("<u4", len(group) * len(self._groups)).reshape(len(group), len(self._groups))
         at, staged = 0, []
-        for entry, item in zip(items, group, strict=True):
+        for entry, first, item in zip(items, firsts, group, strict=True):
+            first[:] = item.rows or item.start
             address = self._address(item.frame)
             if not address:
                 if inward or item.token_count != (item.frame_tokens or item.token_count):

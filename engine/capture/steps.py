@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -18,6 +19,9 @@ from engine.messages import adapter_root
 from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
 from tiers.layout import RootId, SequenceId, sequence_id
+
+if TYPE_CHECKING:
+    from engine.capture.device_rows import DeviceRows
 
 log = structlog.get_logger()
 
@@ -40,7 +44,11 @@ class Cursor:
 
 @dataclass(slots=True)
 class Capture:
-    """The engine's writing end of its lane, and counters."""
+    """The engine's writing end of its lane, and counters.
+
+    rows     on a GPU, the handlers that gather rows; without them the framework copies
+    without  on a GPU, why there are no handlers
+    """
 
     lane: LaneWriter
     arena: Arena
@@ -49,12 +57,22 @@ class Capture:
     captured_bytes: int = 0
     seconds: float = 0.0
     lane_full: int = 0
+    rows: DeviceRows | None = None
+    without: str = ""
 
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
         sequence = sequence_id(stream, epoch)
         start = stored // self.block_tokens * self.block_tokens
         return Cursor(sequence, epoch, stream, start, start)
+
+    def ahead(self, captures: list[tuple[Cursor, Slot, int]]) -> None:
+        """Announce a step's captures, each with the position that it will go to: on a GPU one launch gathers them all."""
+        if self.rows is None:
+            return
+        most, began = self._record_tokens(), time.perf_counter()
+        self.rows.ahead((slot, cursor.position, min(end, cursor.position + most)) for cursor, slot, end in captures)
+        self.seconds += time.perf_counter() - began
 
     def advance(self, cursor: Cursor, slot: Slot) -> bool:
         """Copy the slot's state from the cursor to the slot's length; False if the lane had no room for all of it."""
@@ -83,6 +101,13 @@ class Capture:
             except LaneFull:
                 self.lane_full += 1
 
+    def let_go(self) -> None:
+        """Close the lane; handlers first, which may have its memory registered."""
+        if self.rows is not None:
+            self.rows.close()
+            self.rows = None
+        self.lane.close()
+
     def _record_tokens(self) -> int:
         """Tokens of one record at most: a small lane must take several, or a full one would never have room again."""
         quarter = self.lane.lane_bytes // 4
@@ -107,7 +132,7 @@ class Capture:
     def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
         start = cursor.position
         reservation = self.lane.reserve_rows(self.arena.layout, end - start)
-        self.arena.copy_out(slot, start, end, reservation.frame)
+        (self.rows or self.arena).copy_out(slot, start, end, reservation.frame)
         reservation.commit(cursor.sequence, cursor.epoch, start, slot.tokens[start:end])
         cursor.position = end
         self.captured_bytes += reservation.frame.nbytes

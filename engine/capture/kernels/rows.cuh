@@ -4,7 +4,8 @@
 // ring_rows (0: rows lie at their position; else position modulo it) and access (bytes of one access).
 // A frame is its groups one after another, each (planes, frame_tokens, row_bytes): tiers/layout.py.
 //
-// words: 0 base address of each group (u64 list)  1 items  2 item count
+// words: 0 base address of each group (u64 list)  1 items  2 item count  3 first row of each item in each group (u32 [items]
+//        [GROUP_COUNT]), where that is not its start: a buffer that slides along the context; or 0
 
 struct Item {
     u64 frame;
@@ -19,16 +20,16 @@ template <>
 struct Access<16> { typedef uint4 type; };
 
 template <typename G>
-__device__ __forceinline__ u64 arena_offset(const Item& item, u64 plane, u64 within, u64 row_units) {
+__device__ __forceinline__ u64 arena_offset(const Item& item, u64 first, u64 plane, u64 within, u64 row_units) {
     u64 offset = u64(item.slot) * G::slot_stride + plane * G::plane_stride;
-    if (G::ring_rows == 0) return offset + u64(item.start) * G::row_bytes + within * G::access;
+    if (G::ring_rows == 0) return offset + first * G::row_bytes + within * G::access;
     const u64 token = within / row_units;
-    return offset + (item.start + token) % (G::ring_rows ? G::ring_rows : 1) * G::row_bytes + within % row_units * G::access;
+    return offset + (first + token) % (G::ring_rows ? G::ring_rows : 1) * G::row_bytes + within % row_units * G::access;
 }
 
 // One group of one item; `frame` is where the group starts in the frame.
 template <typename G>
-__device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item, Crew crew) {
+__device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item, u64 first, Crew crew) {
     typedef typename Access<G::access>::type Type;
     constexpr u32 ROW_UNITS = G::row_bytes / G::access;
     const u32 run = item.count * ROW_UNITS, total = u32(G::planes) * run;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item
     for (u32 at = crew.thread; at < total; at += crew.threads) {
         const u32 plane = item.count == 1 ? at / ROW_UNITS : at / run;
         const u32 within = at - plane * run;
-        u8* here = base + arena_offset<G>(item, plane, within, ROW_UNITS);
+        u8* here = base + arena_offset<G>(item, first, plane, within, ROW_UNITS);
         u8* there = frame + (u64(plane) * item.frame_tokens + item.frame_first) * G::row_bytes + u64(within) * G::access;
         if (SCATTER)
             *reinterpret_cast<Type*>(here) = *reinterpret_cast<const Type*>(there);
@@ -47,22 +48,24 @@ __device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item
 
 template <u32 G>
 struct Groups {
-    static __device__ __forceinline__ void move(const u64* bases, u8* frame, const Item& item, Crew crew) {
-        move_group<Group<G>>(reinterpret_cast<u8*>(bases[G]), frame, item, crew);
+    static __device__ __forceinline__ void move(const u64* bases, const u32* firsts, u8* frame, const Item& item, Crew crew) {
+        move_group<Group<G>>(reinterpret_cast<u8*>(bases[G]), frame, item, firsts ? firsts[G] : item.start, crew);
         frame += Group<G>::planes * Group<G>::row_bytes * item.frame_tokens;
-        Groups<G + 1>::move(bases, frame, item, crew);
+        Groups<G + 1>::move(bases, firsts, frame, item, crew);
     }
 };
 template <>
 struct Groups<GROUP_COUNT> {
-    static __device__ __forceinline__ void move(const u64*, u8*, const Item&, Crew) {}
+    static __device__ __forceinline__ void move(const u64*, const u32*, u8*, const Item&, Crew) {}
 };
 
 __device__ void operate(const u64* words, Crew crew) {
     const u64* bases = reinterpret_cast<const u64*>(words[0]);
     const Item* items = reinterpret_cast<const Item*>(words[1]);
+    const u32* firsts = reinterpret_cast<const u32*>(words[3]);
     for (u32 i = 0; i < u32(words[2]); i++) {
         const Item item = items[i];
-        if (item.count) Groups<0>::move(bases, reinterpret_cast<u8*>(item.frame), item, crew);
+        const u32* here = firsts ? firsts + i * GROUP_COUNT : nullptr;
+        if (item.count) Groups<0>::move(bases, here, reinterpret_cast<u8*>(item.frame), item, crew);
     }
 }

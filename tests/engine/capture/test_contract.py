@@ -209,6 +209,17 @@ def test_part_of_a_frame_is_put_back(bench: Bench) -> None:
     assert np.array_equal(bench.get(device_arrays[0]), arrays[0])
 
 
+def test_a_range_can_begin_at_another_row_in_every_group(bench: Bench) -> None:
+    rng = np.random.default_rng(14)
+    device_arrays, arrays, shape = rows_of(bench, rng, GROUPS["two-groups-odd-rows"], slots=2)
+    region = bench.device.rows([bench.memory(array) for array in device_arrays], shape)
+    got = RowRange(1, 7, 9, np.zeros(2 * shape.token_bytes, np.uint8), rows=(7, 2))
+    region.gather([got])
+    first = arrays[0].reshape(2, 3, 10, 6)[1, :, 7:9].reshape(-1)
+    second = arrays[1].reshape(2, -1)[1, : 2 * 10 * 48].reshape(2, 10, 48)[:, 2:4].reshape(-1)
+    assert np.array_equal(got.frame, np.concatenate([first, second]))
+
+
 def test_more_ranges_than_one_launch_takes(bench: Bench) -> None:
     rng = np.random.default_rng(12)
     device_arrays, arrays, shape = rows_of(bench, rng, GROUPS["one-group"], slots=2)

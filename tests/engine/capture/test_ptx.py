@@ -101,7 +101,8 @@ def test_the_functions_of_a_module_are_found_with_their_bodies() -> None:
     ],
 )
 def test_every_kind_of_store_is_marked(store: str, tmp_path: Path) -> None:
-    body = f"\tmov.u32 %r1, 1;\n\tmov.u32 %r2, 1;\n\tmov.u32 %r3, 1;\n\tmov.u32 %r4, 1;\n\tmov.u64 %rd2, 1;\n\tsetp.ne.u32 %p1, %r1, 0;\n\tsetp.ne.u32 %p2, %r1, 0;\n\t{store}"
+    values = "".join(f"\tmov.u32 %r{i}, 1;\n" for i in range(1, 5))
+    body = f"{values}\tmov.u64 %rd2, 1;\n\tsetp.ne.u32 %p1, %r1, 0;\n\tsetp.ne.u32 %p2, %r1, 0;\n\t{store}"
     text = kernel(body).replace(".visible", ".visible .global .align 8 .b8 variable[64];\n.visible", 1)
     done = instrument(text)
     assert sum(done.stores.values()) == 1

@@ -1,0 +1,185 @@
+"""Stage *capture* on a GPU: the arena's new rows by the row gatherer, instead of a copy a group by the framework.
+
+One launch takes the rows of all layers and all sequences of a step into tier 0 (`ahead`); a single range goes straight into the lane
+where the lane's memory could be registered with CUDA. Anything that is missing (CuPy, a compiler, memory that can be pinned) leaves
+the framework's copies in charge, with a reason that `concordia doctor`, the log and the engine's statistics show. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from engine.arena import Arena, Slot
+from engine.capture.driver import Buffer, Driver
+from engine.capture.errors import CaptureError
+from engine.capture.executor import Executor
+from engine.capture.handlers import RowRange
+from engine.capture.kernel_device import KernelDevice, KernelRows
+from engine.capture.launch import ExecutorLaunch, GraphLaunch, LaunchCost, Launcher, SideStream, choose, measure
+from engine.capture.regions import memory_of
+from engine.capture.source import RowGroup, RowShape
+
+log = structlog.get_logger()
+
+_WAYS: dict[str, Callable[[Driver], Launcher]] = {
+    "stream": SideStream,
+    "graph": GraphLaunch,
+    "executor": lambda driver: ExecutorLaunch(Executor(driver)),
+}
+
+
+def shape_of(arena: Arena) -> RowShape:
+    """What the row handlers of an arena are specialised for."""
+    groups = []
+    for group in arena.groups:
+        _, planes, rows, dim = group.shape
+        row = dim * group.element_size()
+        alignment = memory_of(group).alignment
+        groups.append(RowGroup(planes, row, planes * rows * row, rows * row, alignment=alignment))
+    return RowShape(tuple(groups))
+
+
+@dataclass(slots=True)
+class DeviceRows:
+    """The arena's rows, by handlers.
+
+    way    how they are launched: stream, graph or executor
+    lane   why the lane's memory is not written in place; empty if it is
+    costs  what each way cost, where it was measured
+    """
+
+    arena: Arena
+    device: KernelDevice
+    rows: KernelRows
+    way: str
+    lane: str = ""
+    costs: list[LaunchCost] = field(default_factory=list)
+    launches: int = 0
+    _registered: Buffer | None = None
+    _staged: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    _ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
+
+    def ready(self) -> bool:
+        """Whether the handlers are compiled; until then the framework copies."""
+        return self.rows.ready()
+
+    def ahead(self, ranges: Iterable[tuple[Slot, int, int]]) -> None:
+        """Gather the ranges of a step together, so that each `copy_out` of one of them finds it in host memory."""
+        self._staged.clear()
+        wanted = [(slot, start, end) for slot, start, end in ranges if end > start]
+        total = sum(end - start for _, start, end in wanted) * self.rows.shape.token_bytes
+        if len(wanted) < 2 or not self.ready():
+            return  # a single range goes into the lane without a stop
+        if total > self._ring.size:
+            self._grow(total)
+        items, at = [], 0
+        for slot, start, end in wanted:
+            size = (end - start) * self.rows.shape.token_bytes
+            frame = self._ring[at : at + size]
+            items.append(self._range(slot, start, end, frame))
+            self._staged[(slot.index, start, end)] = frame
+            at += (size + 15) & -16
+        self.rows.gather(items)
+        self.launches += 1
+
+    def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
+        """State of [start, end) -> `frame`, as Arena.copy_out does it."""
+        staged = self._staged.pop((slot.index, start, end), None)
+        if staged is not None:
+            np.copyto(frame, staged)
+            return
+        if not self.ready():
+            self.arena.copy_out(slot, start, end, frame)
+            return
+        self.rows.gather([self._range(slot, start, end, frame)])
+        self.launches += 1
+
+    def _range(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> RowRange:
+        return RowRange(slot.index, start, end, frame, rows=tuple(self.arena.rows_at(slot, start)))
+
+    def _grow(self, byte_count: int) -> None:
+        buffer = self.device.driver.mapped_buffer(2 * byte_count + 4096)
+        assert buffer.host is not None
+        self._ring = buffer.host
+        self.rows.reach(buffer)
+
+    def reach_lane(self, ring: np.ndarray) -> None:
+        """Register the lane's ring, so that rows are gathered into it in place; says why not in `lane`."""
+        try:
+            self._registered = self.device.driver.register(ring)
+        except CaptureError as error:
+            self.lane = str(error)
+            log.warning("capture.lane_not_mapped", reason=self.lane, way="rows go through tier 0")
+            return
+        self.rows.reach(self._registered)
+
+    def close(self) -> None:
+        """Let the device and the lane's memory go; call before the lane is closed."""
+        self.device.close()
+        if self._registered is not None:
+            self.device.driver.unregister(self._registered)
+            self._registered = None
+
+
+def build(arena: Arena, driver: Driver, way: str, proven: Path | None = None) -> DeviceRows:
+    """Handlers for an arena.
+
+    way     `stream`, `graph` or `executor`; `auto` measures them and takes the best
+    proven  a file that says that the executor was proven on this device and driver: only then does `auto` try it, since an error
+            inside a resident block takes the process's CUDA context along
+    Raises  CaptureError: nothing can be launched here
+    """
+    shape = shape_of(arena)
+    memories = [memory_of(group) for group in arena.groups]
+    if way != "auto":
+        device = KernelDevice(driver, _WAYS[way](driver))
+        return DeviceRows(arena, device, device.rows(memories, shape), way)
+    names = ["stream", "graph", *(["executor"] if proven is not None and proven.exists() else [])]
+    launchers = {name: _WAYS[name](driver) for name in names}
+    chosen, costs = _measured(arena, driver, launchers, shape)
+    for name, launcher in launchers.items():
+        if name != chosen:
+            launcher.close()
+    device = KernelDevice(driver, launchers[chosen])
+    log.info("capture.launch_chosen", way=chosen, **{f"{cost.name}_us": round(cost.ready_us, 1) for cost in costs})
+    return DeviceRows(arena, device, device.rows(memories, shape), chosen, costs=costs)
+
+
+def _measured(
+    arena: Arena, driver: Driver, launchers: dict[str, Launcher], shape: RowShape
+) -> tuple[str, list[LaunchCost]]:
+    """Which way is best for one token's rows of one sequence, and what each cost."""
+    from engine.capture import source
+
+    module = driver.load(source.row_gatherer(shape))
+    bases = driver.mapped_buffer(8 * len(arena.groups))
+    bases.array("<u8", len(arena.groups))[:] = [memory_of(group).address for group in arena.groups]
+    frame = driver.mapped_buffer(shape.token_bytes)
+    item = driver.mapped_buffer(32)
+    item.array("<u8", 1)[0] = frame.address
+    item.array("<u4", 6, 8)[:] = (0, 0, 1, 1, 0, 0)
+    words = (bases.address, item.address, 1)
+    blocks = max(1, min(-(-shape.token_bytes // (16 * shape.threads)), 3 * driver.multiprocessors))
+    costs = measure(list(launchers.values()), lambda way: way.launch(module, words, blocks))
+    return choose(costs).name, costs
+
+
+def for_engine(arena: Arena, way: str, ring: np.ndarray) -> tuple[DeviceRows | None, str]:
+    """The handlers of an engine on CUDA, or None and the reason why the framework's copies stay in charge."""
+    if way == "copy":
+        return None, "capture_launch is set to copy"
+    from engine.capture.cuda_driver import CudaDriver
+
+    try:
+        driver = CudaDriver(arena.groups[0].device.index or 0)
+        rows = build(arena, driver, way, driver.proof_of_executor())
+    except CaptureError as error:
+        log.warning("capture.without_handlers", reason=str(error))
+        return None, str(error)
+    rows.reach_lane(ring)
+    return rows, ""

@@ -1,0 +1,141 @@
+"""Capture with handlers writes what capture without them writes: the engine's path on a GPU, its kernels on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.arena import Arena, LayerShape, Slot
+from engine.capture import Capture, Cursor
+from engine.capture.device_rows import DeviceRows, build, for_engine, shape_of
+from engine.capture.driver import Buffer
+from engine.capture.errors import CaptureError
+from tests.engine.capture.shim_driver import ShimDriver
+from tiers.lane import LaneReader, LaneWriter, RecordType
+from tiers.layout import RootId
+
+ROOT = RootId(bytes(16))
+
+
+@pytest.fixture
+def arena() -> Arena:
+    made = Arena.allocate([LayerShape(2, 8, 8), LayerShape(1, 12, 8)], 3, 64, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for group in made.groups:
+        group.copy_(torch.randn(group.shape, generator=generator))
+    for slot in made.slots:
+        slot.tokens[:] = np.arange(64) + 100 * slot.index
+    return made
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Iterator[LaneWriter]:
+    made = LaneWriter.open(tmp_path / "e0.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    yield made
+
+
+def frames(lane: LaneWriter) -> dict[tuple[bytes, int, int], bytes]:
+    """What the lane holds, by sequence and range."""
+    found = {}
+    reader = LaneReader.open(lane.path)
+    for record in reader.records(0):
+        if record.type == RecordType.ROWS:
+            found[(record.sequence, record.token_start, record.token_end)] = bytes(reader.frame(record))
+    reader.close()
+    return found
+
+
+def run_steps(capture: Capture, arena: Arena) -> None:
+    """Prefill of three sequences, then decode steps of all of them together."""
+    pairs: list[tuple[Cursor, Slot]] = [(capture.cursor(f"s{slot.index}", 1, 0), slot) for slot in arena.slots]
+    for cursor, slot in pairs:
+        slot.length = 5 + slot.index
+        assert capture.advance(cursor, slot)
+    for _ in range(6):
+        capture.ahead([(cursor, slot, slot.length + 1) for cursor, slot in pairs])
+        for cursor, slot in pairs:
+            slot.length += 1
+            assert capture.advance(cursor, slot)
+    for cursor, _ in pairs:
+        capture.close(cursor)
+
+
+@pytest.mark.parametrize("way", ["stream", "graph", "executor", "auto"])
+def test_the_lane_holds_the_same_with_handlers_and_without(
+    way: str, arena: Arena, lane: LaneWriter, tmp_path: Path, shim_driver: ShimDriver
+) -> None:
+    run_steps(Capture(lane, arena, ROOT, 4), arena)
+    expected = frames(lane)
+    lane.close()
+    other = LaneWriter.open(tmp_path / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    rows = build(arena, shim_driver, way)
+    rows.reach_lane(other.ring)
+    rows.rows._gather.result(60)
+    capture = Capture(other, arena, ROOT, 4, rows=rows)
+    run_steps(capture, arena)
+    assert frames(other) == expected and len(expected) == 21
+    assert rows.launches == 3 + 6, "one launch a prefill, one a step of three sequences"
+    if way == "auto":
+        assert {cost.name for cost in rows.costs} == {"stream", "graph"}, "the executor is tried once it is proven"
+    capture.let_go()
+
+
+def test_the_executor_is_measured_once_it_is_proven(arena: Arena, tmp_path: Path, shim_driver: ShimDriver) -> None:
+    proof = tmp_path / "proof"
+    proof.touch()
+    rows = build(arena, shim_driver, "auto", proof)
+    assert {cost.name for cost in rows.costs} == {"stream", "graph", "executor"}
+    assert rows.way in ("stream", "graph", "executor")
+    rows.close()
+
+
+def test_the_framework_copies_until_the_handlers_are_compiled(
+    arena: Arena, lane: LaneWriter, shim_driver: ShimDriver
+) -> None:
+    shim_driver.hold_loads.clear()
+    rows = build(arena, shim_driver, "stream")
+    run_steps(Capture(lane, arena, ROOT, 4, rows=rows), arena)
+    assert rows.launches == 0
+    assert len(frames(lane)) == 21
+    shim_driver.hold_loads.set()
+    rows.close()
+    lane.close()
+
+
+def test_a_lane_that_cannot_be_registered_is_filled_through_the_ring(
+    arena: Arena, lane: LaneWriter, shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(array: np.ndarray) -> Buffer:
+        raise CaptureError("the limit of locked memory is too low")
+
+    monkeypatch.setattr(shim_driver, "register", refuse)
+    rows: DeviceRows = build(arena, shim_driver, "stream")
+    rows.reach_lane(lane.ring)
+    assert rows.lane == "the limit of locked memory is too low"
+    rows.rows._gather.result(60)
+    run_steps(Capture(lane, arena, ROOT, 4, rows=rows), arena)
+    assert len(frames(lane)) == 21
+    rows.close()
+    lane.close()
+
+
+def test_shapes_come_from_the_arena(arena: Arena) -> None:
+    shape = shape_of(arena)
+    assert shape.token_bytes == arena.layout.token_bytes
+    assert [group.planes for group in shape.groups] == [planes for planes, _ in arena.layout.groups]
+
+
+def test_without_a_device_the_reason_is_told(arena: Arena, lane: LaneWriter) -> None:
+    assert for_engine(arena, "copy", lane.ring) == (None, "capture_launch is set to copy")
+    try:
+        from engine.capture.cuda_driver import CudaDriver
+
+        CudaDriver()
+    except CaptureError:
+        rows, reason = for_engine(arena, "auto", lane.ring)
+        assert rows is None and reason
+    lane.close()
