@@ -19,7 +19,7 @@ from bench.driver import System, system
 from bench.recovery_gap import PARTS
 
 LENGTHS = (256, 1024, 4096, 7168)
-QUICK_LENGTHS = (256, 2048)
+QUICK_LENGTHS = (256, 1024)
 POLICIES = ("cold", "warm", "hot")
 KILL_AFTER_TOKENS = 8
 ANSWER_TOKENS = 24

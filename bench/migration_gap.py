@@ -19,7 +19,7 @@ from bench.driver import System, system
 from bench.sse import Answer
 
 LENGTHS = (256, 1024, 4096, 7168)
-QUICK_LENGTHS = (256, 2048)
+QUICK_LENGTHS = (256, 1024)
 MOVE_AFTER_TOKENS = 8
 ANSWER_TOKENS = 64
 

@@ -153,11 +153,16 @@ def streams(system: System, count: int, tokens: int, watch: Callable[[Answer], N
     return at_once([lambda body=body: system.stream(h.CHAT, body, watch=watch) for body in bodies])  # type: ignore[misc]
 
 
+undisturbed: dict[int, list[Answer]] = {}
+
+
 @pytest.mark.parametrize("count", [1, 8, 32])
 def test_tiny_engine_of_many_streams_killed(any_policy: System, count: int) -> None:
     moving = any_policy
-    want = streams(moving, count, 40)
-    h.settled(moving)
+    if count not in undisturbed:  # the same at every installation of this model
+        undisturbed[count] = streams(moving, count, 30)
+        h.settled(moving)
+    want = undisturbed[count]
     killed = threading.Event()
 
     def kill_once(answer: Answer) -> None:
@@ -165,7 +170,7 @@ def test_tiny_engine_of_many_streams_killed(any_policy: System, count: int) -> N
             killed.set()
             h.kill_serving(moving, answer.stream_id)
 
-    got = streams(moving, count, 40, kill_once)
+    got = streams(moving, count, 30, kill_once)
     for before, after in zip(want, got, strict=True):
         h.assert_same(after, before, f"one of {count}")
     assert sum(bool(h.recoveries(answer)) for answer in got) >= 1
