@@ -10,6 +10,9 @@ UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
 # Small models in tests: more torch threads only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# Two test processes; the tests of whole systems share one of them, so that no two systems compete.
+SIDE_BY_SIDE := -n 2
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check format demo soak bench pins clean
 
@@ -27,13 +30,13 @@ serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 
 
 test: $(STAMP)  ## run the whole suite (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(SIDE_BY_SIDE) --dist loadgroup $(ARGS)
 
 check: $(STAMP)  ## format, lint, types, unit tests; under a minute
 	@$(PY) -m ruff format --check $(CODE)
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m mypy
-	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system" $(UNIT) $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
 
 format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(PY) -m ruff format $(CODE)

@@ -27,7 +27,7 @@ class TierSettings:
     tenant_budget_bytes  the same for each namespace by itself
     session_ttl_s      a session that wasn't used for so long is evicted; 0: never
     compact_after_s    a session that wasn't used for so long becomes a base: superseded branches, rollback points and windows go
-    compact_interval_s how often the keeper looks whether there is something to compact; 0: only on command
+    compact_interval_s  how often the keeper looks whether there is something to compact; 0: only on command
     """
 
     lane_bytes: int = 512 << 20

@@ -11,7 +11,7 @@ from engine.placement import choose_slot
 def slot(index: int, tokens: list[int], *, session: str = "", busy: bool = False, last_used: int = 0) -> Slot:
     array = np.zeros(64, dtype=np.int32)
     array[: len(tokens)] = tokens
-    return Slot(index, array, len(tokens), len(tokens), "t" if tokens else "", session, busy, last_used)
+    return Slot(index, array, len(tokens), len(tokens), "t" if tokens else "", session, busy=busy, last_used=last_used)
 
 
 def choose(slots: list[Slot], tokens: list[int], *, session: str = "", namespace: str = "t"):
