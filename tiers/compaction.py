@@ -20,6 +20,7 @@ import structlog
 from tiers import failpoints
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock
+from tiers.keys import Locked
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, chain_root, point_id
 from tiers.store import Group, Progress, Store, Usage, View, disk_bytes, stream_key, unpack_node
 from tiers.thinning import kept_points, kept_windows, window_positions
@@ -300,7 +301,9 @@ class Compaction:
         store = self._drain.store()
         with store.snapshot() as view:
             sequences = sequences_of(view, self._drain.now())
-            keys = [SessionKey(key) for key, _ in view.scan("bases")]
+            if view.locked:
+                raise Locked("sequences are sealed with a key that isn't there", where=f"{view.locked} records")
+            keys = [SessionKey(key) for key, _ in view.scan_raw("bases")]
         self.progress.at("mark", len(sequences) + len(keys))
         for batch in _batches(sequences, 64):
             with store.snapshot() as view:
@@ -376,7 +379,7 @@ class Compaction:
         """One transaction over some keys of a database; the last key looked at, None at its end."""
         freed, seen, last = 0, 0, b""
         with self._drain.store().group(freeing=True) as group:
-            keys = [key for key, _ in group.scan(database, after, BATCH)]
+            keys = [key for key, _ in group.scan_raw(database, after, BATCH)]
             if database == "streams":
                 marks.streams = {stream_key(one.progress.stream) for one in sequences_of(group, self._drain.now())}
             for key in keys:
@@ -531,7 +534,7 @@ def session_uses(view: View, now: Now) -> list[SessionUse]:
     uses: dict[SessionKey, SessionUse] = {}
     pinned = view.pins()
     for key, _ in view.scan("bases"):
-        base = view.base(SessionKey(key))
+        base = view.base(SessionKey(key))  # those that are sealed without a key are passed over by the scan
         if base is not None:
             last = base.block_ids[-1] if base.blocks else chain_root(RootId(base.root), base.namespace)
             size = _chain_bytes(view, last, SequenceId(base.tail)) + disk_bytes(len(view.raw("bases", key)))

@@ -45,8 +45,9 @@ from tiers.compaction import (
 )
 from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
 from tiers.export import import_slice
+from tiers.keys import Locked
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
-from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
+from tiers.layout import BlockId, RootId, SequenceId, block_chain, chain_root, point_id
 from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.repair import ASIDE, Damaged, repair_store
@@ -81,6 +82,7 @@ OPS = (
     "tenants",
     "pin",
     "remove",
+    "drop_locked",
 )
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 
@@ -337,6 +339,9 @@ class Drain:
             return  # taken before: this is a replay
         o = lane.open_payload(header)
         self._check_epoch(group, lane, header, o.stream)
+        tenant = group.tenant(chain_root(RootId(o.root), o.namespace))
+        if tenant is not None and tenant.sealed and not group.keys.has(o.namespace):
+            raise BadRecord(f"the key of namespace {o.namespace} isn't there", where=f"stream {o.stream}")
         group.put_root(o.root, RootInfo(o.layout, o.block_tokens, o.state_bytes))
         group.put_tenant(RootId(o.root), o.namespace)
         track = open_track(o, header.epoch)
@@ -734,6 +739,23 @@ class Drain:
         self.pin(namespace, session, False)
         return dict(deleted)
 
+    def drop_locked(self) -> dict[str, int]:
+        """Remove the names of what is sealed with keys that aren't there: the next collection frees the rest. Raises StoreFailed."""
+        self.settle()
+        dropped: Counter[str] = Counter()
+        with self._open_store().group(freeing=True) as group:
+            for key in [key for key, _ in group.scan_raw("sequences")]:
+                if _is_locked(group, "sequences", key):
+                    group.delete_sequence(SequenceId(key))
+                    dropped["sequences"] += 1
+            for key in [key for key, _ in group.scan_raw("bases")]:
+                if _is_locked(group, "bases", key):
+                    group.delete_base(SessionKey(key))
+                    dropped["bases"] += 1
+        self._unsynced = True
+        log.warning("drain.dropped_locked", **dropped)
+        return dict(dropped)
+
     def wants_compaction(self) -> bool:
         """Whether there is something to fold or to evict. Raises StoreFailed."""
         store, budget = self._open_store(), self.budget()
@@ -799,6 +821,17 @@ def _io_write_bytes() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("write_bytes:")), 0)
+
+
+def _is_locked(group: Group, database: str, key: bytes) -> bool:
+    """Whether a value is sealed with a key that isn't there."""
+    try:
+        group.keys.open(database, key, group.raw(database, key))
+    except Locked:
+        return True
+    except BadBlock:
+        pass
+    return False
 
 
 def _lanes_of(track: Track) -> set[LaneReader]:
@@ -1085,6 +1118,8 @@ class Keeper:
             return {"job": self._job.state() if self._job is not None else None}
         if op == "sessions":
             return {"sessions": drain.sessions(namespace, session)}
+        if op == "drop_locked":
+            return {"dropped": drain.drop_locked()}
         if op == "tenants":
             return {"tenants": drain.tenants()}
         if op == "pin":

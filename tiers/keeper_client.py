@@ -208,6 +208,14 @@ def sessions(
     return msgspec.convert(_ask(path, request, timeout_s)["sessions"], list[SessionInfo])
 
 
+def drop_locked(path: str | os.PathLike[str], *, timeout_s: float = 60.0) -> dict[str, int]:
+    """Give up what is sealed with keys that aren't there; a compaction then frees it. Counts of sequences and bases.
+
+    Raises KeeperAway, StoreFailed
+    """
+    return _ask(path, {"op": "drop_locked"}, timeout_s)["dropped"]
+
+
 def tenants(path: str | os.PathLike[str], *, timeout_s: float = 30.0) -> dict[str, TenantUse]:
     """What each namespace has on the disk, and its limit. Raises KeeperAway, StoreFailed."""
     return msgspec.convert(_ask(path, {"op": "tenants"}, timeout_s)["tenants"], dict[str, TenantUse])

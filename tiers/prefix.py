@@ -163,6 +163,7 @@ class Reading:
         Returns an empty list if nothing beyond start can be restored
         Cost    about 3 us a block when the store's index is cached; no payload is touched
         """
+        self._view.keys.know(namespace)
         packed = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         parent, at, limit = chain_root(root, namespace), 0, min(limit, len(tokens))
         extents: list[Extent] = []

@@ -19,6 +19,7 @@ import structlog
 from tiers.base import unpack_base
 from tiers.compaction import Drained, Progressing
 from tiers.errors import BadBlock, StoreFailed
+from tiers.keys import Locked
 from tiers.store import DATABASES, FREE_DISK_RESERVE_BYTES, KIND_BLOCK, KIND_POINT, KIND_TAIL, Store, unpack_value
 
 log = structlog.get_logger()
@@ -81,8 +82,8 @@ class Shrink:
             while True:
                 with store.snapshot() as view, copy.write() as txn:
                     size = count = 0
-                    for key, value in view.scan(name.decode(), after, BATCH_KEYS):
-                        self._check(name, key, value)
+                    for key, value in view.scan_raw(name.decode(), after, BATCH_KEYS):
+                        self._check(store, name, key, value)
                         txn.put(key, value, append=True, db=copy.databases[name])
                         after, size, count = key, size + len(value), count + 1
                         if size >= BATCH_BYTES:
@@ -94,13 +95,15 @@ class Shrink:
                 if not count:
                     break
 
-    def _check(self, name: bytes, key: bytes, value: Any) -> None:
-        """A record that is damaged is copied as it is: repairing is not this job's business."""
+    def _check(self, store: Store, name: bytes, key: bytes, value: Any) -> None:
+        """A record that is damaged is copied as it is: repairing is not this job's business. Without its key it can't be told."""
         try:
             if name in KINDS:
-                unpack_value(value, KINDS[name], "")
+                unpack_value(store.keys.open(name.decode(), key, value), KINDS[name], "")
             elif name == b"bases":
-                unpack_base(value, "")
+                unpack_base(store.keys.open("bases", key, value), "")
+        except Locked:
+            pass
         except BadBlock as error:
             self.progress.counts["bad_records"] += 1
             log.warning("shrink.bad_record", database=name.decode(), key=key.hex(), error=str(error))
@@ -118,7 +121,10 @@ class Shrink:
                     count = size = 0
                     while more and size < BATCH_BYTES and count < BATCH_KEYS:
                         try:
-                            unpack_value(cursor.value(), kind, "")
+                            key, value = bytes(cursor.key()), cursor.value()
+                            unpack_value(store.keys.open(name.decode(), key, value), kind, "")
+                        except Locked:
+                            pass
                         except BadBlock:
                             found += 1
                         after, size, count = bytes(cursor.key()), size + len(cursor.value()), count + 1
@@ -150,7 +156,7 @@ class Shrink:
                     if value is None:
                         txn.delete(key, db=copy.databases[name])
                     else:
-                        self._check(name, key, value)
+                        self._check(store, name, key, value)
                         txn.put(key, value, db=copy.databases[name])
                         size += len(value)
 

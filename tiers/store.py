@@ -27,6 +27,7 @@ from xxhash import xxh3_64_intdigest
 from tiers import failpoints
 from tiers.base import Base, SessionKey, pack_base, unpack_base
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
+from tiers.keys import Keyring, Locked
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import populate_read
 from tiers.settings import Durability
@@ -91,10 +92,11 @@ class RootInfo(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Whose blocks a chain's root stands for."""
+    """Whose blocks a chain's root stands for. sealed: what is stored for it is encrypted, and must not be written otherwise."""
 
     root: bytes
     namespace: str
+    sealed: bool = False
 
 
 class Node(NamedTuple):
@@ -239,12 +241,17 @@ def _child_prefix(parent: bytes, tokens: bytes) -> bytes:
     return parent + tokens[:CHILD_TOKENS_BYTES]
 
 
+OPENED = ("sequences", "bases", "children")  # small sealed values that a scan opens
+
+
 class View:
     """One snapshot of the store. Everything it hands out is valid inside its with-block only."""
 
-    def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
+    def __init__(self, txn: Any, databases: dict[bytes, Any], keys: Keyring) -> None:
         self._txn = txn
         self._db = databases
+        self.keys = keys
+        self.locked = 0  # values that were passed over because their key isn't there
         self._children = databases[b"children"]
         self._nodes = databases[b"nodes"]
 
@@ -271,7 +278,7 @@ class View:
         raw = self._txn.get(block, db=self._db[b"blocks"])
         if raw is None:
             raise BadBlock("a block is gone", where=where)
-        value = unpack_value(raw, KIND_BLOCK, where)
+        value = unpack_value(self.keys.open("blocks", block, raw), KIND_BLOCK, where)
         if block_id(value.parent, value.tokens) != block:
             raise BadBlock("a block's tokens are not those of its id", where=where)
         return value
@@ -282,7 +289,7 @@ class View:
         raw = self._txn.get(key, db=self._db[b"tails"])
         if raw is None:
             raise BadBlock("a tail piece is gone", where=where)
-        value = unpack_value(raw, KIND_TAIL, where)
+        value = unpack_value(self.keys.open("tails", key, raw), KIND_TAIL, where)
         if value.parent != key[:16] or value.token_start != int.from_bytes(key[32:], "big"):
             raise BadBlock("a tail piece is not the one that was asked for", where=where)
         return value
@@ -290,9 +297,15 @@ class View:
     def best_child(self, parent: BlockId, tokens: bytes) -> tuple[BlockId, int] | None:
         """The stored block after `parent` that shares most first tokens with `tokens`, and how many; None if there is none.
 
-        Keys are ordered by tokens, so the best is a neighbour of where `tokens` itself would stand.
+        Keys are ordered by tokens, so the best is a neighbour of where `tokens` itself would stand; sealed ones are all looked at.
         """
         best: tuple[BlockId, int] | None = None
+        if self.keys:
+            for block in self.children(parent, limit=1 << 30):
+                shared = common_tokens(self.child_tokens(parent, block) or b"", tokens)
+                if shared and (best is None or shared > best[1]):
+                    best = block, shared
+            return best
         with self._txn.cursor(db=self._db[b"children"]) as cursor:
             after = cursor.set_range(_child_prefix(parent, tokens))
             neighbours = [(bytes(cursor.key()), bytes(cursor.value()))] if after else []
@@ -323,14 +336,26 @@ class View:
             more = cursor.set_range(prefix)
             while more and len(found) < limit and (key := bytes(cursor.key())).startswith(prefix):
                 start = int.from_bytes(key[32:], "big")
-                found.append(TailPiece(key, SequenceId(key[16:32]), start, value_tokens(cursor.value())))
+                found.append(TailPiece(key, SequenceId(key[16:32]), start, self._tail_tokens(key, cursor.value())))
                 more = cursor.next()
         return found
 
+    def _tail_tokens(self, key: bytes, raw: Any) -> bytes:
+        try:
+            return value_tokens(self.keys.open("tails", key, raw))
+        except BadBlock:
+            return b""
+
     def progress(self, sequence: SequenceId) -> Progress | None:
-        """How far a sequence is stored."""
+        """How far a sequence is stored; None also if its record is sealed and can't be opened."""
         raw = self._txn.get(sequence, db=self._db[b"sequences"])
-        return _decode_progress(raw) if raw is not None else None
+        if raw is None:
+            return None
+        try:
+            return _decode_progress(self.keys.open("sequences", sequence, raw))
+        except BadBlock:
+            self.locked += 1
+            return None
 
     def decode_progress(self, raw: Any) -> Progress:
         """A value of the `sequences` database."""
@@ -362,7 +387,10 @@ class View:
             more = cursor.set_range(parent)
             while more and (key := bytes(cursor.key()))[:16] == parent:
                 if key[-16:] == block:
-                    return bytes(cursor.value())
+                    try:
+                        return bytes(self.keys.open("children", key, cursor.value()))
+                    except BadBlock:
+                        return None
                 more = cursor.next()
         return None
 
@@ -382,7 +410,7 @@ class View:
     def base(self, key: SessionKey) -> Base | None:
         """What is kept of a compacted session. Raises BadBlock."""
         raw = self._txn.get(key, db=self._db[b"bases"])
-        return unpack_base(raw, f"base {key.hex()}") if raw is not None else None
+        return unpack_base(self.keys.open("bases", key, raw), f"base {key.hex()}") if raw is not None else None
 
     def is_pinned(self, key: SessionKey) -> bool:
         """Whether a session is never evicted."""
@@ -430,7 +458,7 @@ class View:
         raw = self._txn.get(point, db=self._db[b"states"])
         if raw is None:
             raise BadBlock("a rollback point is gone", where=where)
-        value = unpack_value(raw, KIND_POINT, where)
+        value = unpack_value(self.keys.open("states", point, raw), KIND_POINT, where)
         if point_id(value.parent, value.tokens) != point:
             raise BadBlock("a rollback point's tokens are not those of its id", where=where)
         return value
@@ -441,7 +469,21 @@ class View:
         return _decode_owner(raw) if raw is not None else None
 
     def scan(self, database: str, after: bytes = b"", limit: int = 1 << 30) -> Iterator[tuple[bytes, Any]]:
-        """(key, raw value) pairs of a database, from the first key greater than `after`."""
+        """(key, value) pairs of a database, from the first key greater than `after`.
+
+        Sealed values of `sequences`, `bases` and `children` are opened; those that can't be are passed over and counted in `locked`.
+        """
+        for key, raw in self.scan_raw(database, after, limit):
+            if database in OPENED:
+                try:
+                    raw = self.keys.open(database, key, raw)
+                except BadBlock:
+                    self.locked += 1
+                    continue
+            yield key, raw
+
+    def scan_raw(self, database: str, after: bytes = b"", limit: int = 1 << 30) -> Iterator[tuple[bytes, Any]]:
+        """As `scan`, with every value as it is stored."""
         with self._txn.cursor(db=self._db[database.encode()]) as cursor:
             more = cursor.set_range(after + b"\0") if after else cursor.first()
             while more and limit:
@@ -462,7 +504,12 @@ class EmptyView(View):
 
     snapshot_number = -1
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.keys = Keyring()
+        self.locked = 0
+
+    def scan_raw(self, database: str, after: bytes = b"", limit: int = 0) -> Iterator[tuple[bytes, Any]]:
+        return iter(())
 
     def has_block(self, block: BlockId) -> bool:
         return False
@@ -531,8 +578,8 @@ class EmptyView(View):
 class Group(View):
     """One group commit in the making. Views got from it are valid until its next put or delete."""
 
-    def __init__(self, txn: Any, databases: dict[bytes, Any], scratch: Scratch) -> None:
-        super().__init__(txn, databases)
+    def __init__(self, txn: Any, databases: dict[bytes, Any], scratch: Scratch, keys: Keyring) -> None:
+        super().__init__(txn, databases, keys)
         self._scratch = scratch
         self.put_bytes = 0
         self.changes: dict[tuple[bytes, str], list[int]] = {}
@@ -562,7 +609,7 @@ class Group(View):
     def put_block(self, track: Track, block: Sealed) -> None:
         """Store a block whose frame was built in `frame_buffer`."""
         size = self._put(b"blocks", block.id, KIND_BLOCK, track, block.parent, block.token_start, block.tokens)
-        self._txn.put(_child_prefix(block.parent, block.tokens) + block.id, block.tokens, db=self._db[b"children"])
+        self._put_child(track.namespace, block)
         tenant = chain_root(track.root, track.namespace)
         self._count_block(block.id, tenant, size)
         node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
@@ -582,13 +629,12 @@ class Group(View):
         pack_value(
             value, KIND_BLOCK, track.root, track.block_tokens, block.parent, block.token_start, block.tokens, absent
         )
-        self._txn.put(block.id, value.data, db=self._db[b"blocks"])
-        self._txn.put(_child_prefix(block.parent, block.tokens) + block.id, block.tokens, db=self._db[b"children"])
+        size = self._put_sealed(track.namespace, "blocks", block.id, value.data)
+        self._put_child(track.namespace, block)
         tenant, end = chain_root(track.root, track.namespace), block.token_start + count
-        self._count_block(block.id, tenant, value.size)
-        node = NODE.pack(block.parent, tenant, end, absent, value.size)
+        self._count_block(block.id, tenant, size)
+        node = NODE.pack(block.parent, tenant, end, absent, size)
         self._txn.put(block.id, node, db=self._db[b"nodes"])
-        self.put_bytes += value.size
 
     def put_point(self, track: Track, place: PointPlace, kind: int, state: np.ndarray) -> None:
         """Store a rollback point; `state` is its uint8 bytes."""
@@ -598,12 +644,11 @@ class Group(View):
         pack_value(
             value, KIND_POINT, track.root, track.block_tokens, place.parent, place.token_start, place.tokens, kind
         )
-        self._txn.put(place.id, value.data, db=self._db[b"states"])
+        size = self._put_sealed(track.namespace, "states", place.id, value.data)
         position = place.token_start + len(place.tokens) // 4
-        entry = PointEntry(kind, position, value.size, chain_root(track.root, track.namespace))
+        entry = PointEntry(kind, position, size, chain_root(track.root, track.namespace))
         self._txn.put(point_key(place), _encode(entry), db=self._db[b"points"])
-        self.put_bytes += value.size
-        self._count(entry.tenant, "points", 1, disk_bytes(value.size))
+        self._count(entry.tenant, "points", 1, disk_bytes(size))
 
     def put_tail(self, track: Track, sequence: SequenceId, token_start: int, tokens: bytes) -> bytes:
         """Store a piece of the unfinished block, built in `frame_buffer`, and return its key."""
@@ -618,10 +663,24 @@ class Group(View):
         value = self._scratch.value(len(tokens) // 4, track.layout)
         pack_value(value, kind, track.root, track.block_tokens, parent, token_start, tokens)
         _reach("drain.put.before")
-        self._txn.put(key, value.data, db=self._db[database])
+        size = self._put_sealed(track.namespace, database.decode(), key, value.data)
         _reach("drain.put.after")
-        self.put_bytes += value.size
-        return value.size
+        return size
+
+    def _put_sealed(self, namespace: str, database: str, key: bytes, value: Any) -> int:
+        """Put a value, encrypted if the namespace has a key; returns its size as stored."""
+        stored = self.keys.seal(namespace, database, key, value)
+        self._txn.put(key, stored, db=self._db[database.encode()])
+        self.put_bytes += len(stored)
+        return len(stored)
+
+    def _put_child(self, namespace: str, block: Sealed) -> None:
+        """A block's place among its parent's children, ordered by tokens; where those are to be hidden, by id."""
+        if self.keys.has(namespace):
+            self._put_sealed(namespace, "children", block.parent + block.id, block.tokens)
+        else:
+            key = _child_prefix(block.parent, block.tokens) + block.id
+            self._txn.put(key, block.tokens, db=self._db[b"children"])
 
     def drop_groups(self, block: BlockId, groups: int) -> int:
         """Store a block again without those groups of its frame that aren't in the mask. Returns the bytes that this saves.
@@ -634,7 +693,7 @@ class Group(View):
         if info is None:
             raise BadBlock("a block's root is gone", where=f"block {block.hex()}")
         count, shape, keep = value.token_count, info.shape, value.groups & groups
-        start, was = frame_offset(value.token_count), frame_offset(value.token_count) + value.frame.size
+        start, was = frame_offset(value.token_count), node.value_bytes
         out = self._scratch.room(start + shape.frame_bytes(count, keep))
         at = start
         for index, view in enumerate(shape.views(value.frame, count, value.groups)):
@@ -644,19 +703,18 @@ class Group(View):
         absent = ALL_GROUPS & ~keep
         block_tokens = info.block_tokens
         pack_value(out, KIND_BLOCK, value.root, block_tokens, value.parent, value.token_start, value.tokens, absent)
-        self._txn.put(block, out.data, db=self._db[b"blocks"])
-        packed = NODE.pack(node.parent, node.tenant, node.token_end, absent, out.size)
+        tenant = self.tenant(node.tenant)
+        size = self._put_sealed(tenant.namespace if tenant is not None else "", "blocks", block, out.data)
+        packed = NODE.pack(node.parent, node.tenant, node.token_end, absent, size)
         self._txn.put(block, packed, db=self._db[b"nodes"])
-        self.put_bytes += out.size
-        self._count(node.tenant, "blocks", 0, disk_bytes(out.size) - disk_bytes(was))
-        return was - out.size
+        self._count(node.tenant, "blocks", 0, disk_bytes(size) - disk_bytes(was))
+        return was - size
 
     def put_base(self, key: SessionKey, base: Base) -> None:
         """Store a compacted session."""
         self.delete_base(key)
-        packed = pack_base(base)
-        self._txn.put(key, packed, db=self._db[b"bases"])
-        self._count(chain_root(RootId(base.root), base.namespace), "bases", 1, disk_bytes(len(packed)))
+        size = self._put_sealed(base.namespace, "bases", key, pack_base(base))
+        self._count(chain_root(RootId(base.root), base.namespace), "bases", 1, disk_bytes(size))
 
     def delete_base(self, key: SessionKey) -> None:
         """Remove a compacted session; what it named stays until it is collected."""
@@ -664,11 +722,7 @@ class Group(View):
         if raw is None:
             return
         size = len(raw)
-        try:
-            base = unpack_base(raw, "")
-            self._count(chain_root(RootId(base.root), base.namespace), "bases", -1, -disk_bytes(size))
-        except BadBlock:
-            pass
+        self._count(base_tenant(self, key), "bases", -1, -disk_bytes(size))
         self._txn.delete(key, db=self._db[b"bases"])
 
     def put_pin(self, key: SessionKey, pin: Pin) -> None:
@@ -697,11 +751,11 @@ class Group(View):
         progress = Progress(
             t.root, t.namespace, t.session, t.stream, t.epoch, t.parent, t.block_start, at, t.closed, used
         )
-        self._txn.put(sequence, _encode(progress), db=self._db[b"sequences"])
+        self._put_sealed(progress.namespace, "sequences", sequence, _encode(progress))
 
     def replace_progress(self, sequence: SequenceId, progress: Progress) -> None:
         """Say anew how far a sequence is."""
-        self._txn.put(sequence, _encode(progress), db=self._db[b"sequences"])
+        self._put_sealed(progress.namespace, "sequences", sequence, _encode(progress))
 
     def put_root(self, root: bytes, info: RootInfo) -> None:
         """Store the layout of a state fingerprint."""
@@ -711,8 +765,9 @@ class Group(View):
     def put_tenant(self, root: RootId, namespace: str) -> None:
         """Note whose blocks a chain's root stands for."""
         chain = chain_root(root, namespace)
-        if self.tenant(chain) is None:
-            self._txn.put(chain, _encode(Tenant(root, namespace)), db=self._db[b"tenants"])
+        known, sealed = self.tenant(chain), self.keys.has(namespace)
+        if known is None or sealed > known.sealed:
+            self._txn.put(chain, _encode(Tenant(root, namespace, sealed)), db=self._db[b"tenants"])
 
     def put_owner(self, stream_key: bytes, owner: StreamOwner) -> None:
         """Store the newest epoch of a stream."""
@@ -726,6 +781,7 @@ class Group(View):
         self._txn.delete(block, db=self._db[b"blocks"])
         self._txn.delete(block, db=self._db[b"nodes"])
         self._txn.delete(_child_prefix(parent, tokens) + block, db=self._db[b"children"])
+        self._txn.delete(parent + block, db=self._db[b"children"])
 
     def delete_point(self, key: bytes) -> None:
         """Remove a rollback point, by its key in `points`."""
@@ -782,13 +838,18 @@ def measure_usage(view: View) -> Usage:
         count(entry.tenant, "points", entry.value_bytes)
     for key, raw in view.scan("tails"):
         count(tail_tenant(view, key), "tails", len(raw))
-    for _, raw in view.scan("bases"):
-        try:
-            base = unpack_base(raw, "")
-        except BadBlock:
-            continue
-        count(chain_root(RootId(base.root), base.namespace), "bases", len(raw))
+    for key, raw in view.scan_raw("bases"):
+        count(base_tenant(view, SessionKey(key)), "bases", len(raw))
     return usage
+
+
+def base_tenant(view: View, key: SessionKey) -> bytes:
+    """Chain root of whose base `key` is; empty if the base can't be read."""
+    try:
+        base = view.base(key)
+    except BadBlock:
+        return b""
+    return chain_root(RootId(base.root), base.namespace) if base is not None else b""
 
 
 def tail_tenant(view: View, key: bytes) -> bytes:
@@ -851,9 +912,15 @@ class Store:
     """
 
     def __init__(
-        self, store_dir: str | os.PathLike[str], *, map_bytes: int, durability: Durability = "interval"
+        self,
+        store_dir: str | os.PathLike[str],
+        *,
+        map_bytes: int,
+        durability: Durability = "interval",
+        keys: Keyring | None = None,
     ) -> None:
         self.path = Path(store_dir)
+        self.keys = Keyring.from_environment() if keys is None else keys
         self.durability = durability
         self._unsafe = self.path / "unsynced"
         safe = durability != "process"
@@ -885,7 +952,17 @@ class Store:
             self._env.reader_check()
             self._db = {name: self._env.open_db(name) for name in DATABASES}
             self._check_version()
+            self._know_tenants()
         self._inode = os.stat(self.path / "data.mdb").st_ino
+
+    def _know_tenants(self) -> None:
+        """Have the keys of all tenants at hand, and say which are missing."""
+        with self._env.begin(buffers=True) as txn:
+            view = View(txn, self._db, self.keys)
+            for _, tenant in view.tenants():
+                self.keys.know(tenant.namespace)
+                if tenant.sealed and not self.keys.has(tenant.namespace):
+                    log.error("store.key_missing", namespace=tenant.namespace, hint=Locked.hint)
 
     def take_touched(self) -> set[tuple[bytes, bytes]]:
         """(database, key) of everything that was changed since the last call, while the file is being copied."""
@@ -954,7 +1031,7 @@ class Store:
         with _translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
                 noting = _Noting(txn, self._db) if self.touched is not None else None
-                group = Group(noting or txn, self._db, self._scratch)
+                group = Group(noting or txn, self._db, self._scratch, self.keys)
                 yield group
                 _reach("drain.commit.before")
             if noting is not None and self.touched is not None:
@@ -968,7 +1045,7 @@ class Store:
         """A consistent view of what is committed. Raises StoreFailed."""
         with _translated(self.path):
             with self._env.begin(buffers=True) as txn:
-                yield View(txn, self._db)
+                yield View(txn, self._db, self.keys)
 
     def sync(self) -> None:
         """Make everything committed survive a power loss. Raises StoreFailed."""
@@ -1042,8 +1119,11 @@ def opening(path: Path, mode: int) -> Iterator[None]:
 class StoreReader:
     """The store for everyone else: read-only, opened at the first snapshot, and again when the file was replaced."""
 
-    def __init__(self, store_dir: str | os.PathLike[str], *, map_bytes: int = 1 << 40) -> None:
+    def __init__(
+        self, store_dir: str | os.PathLike[str], *, map_bytes: int = 1 << 40, keys: Keyring | None = None
+    ) -> None:
         self.path = Path(store_dir)
+        self.keys = Keyring.from_environment() if keys is None else keys
         self._map_bytes = map_bytes
         self._env: Any = None
         self._db: dict[bytes, Any] = {}
@@ -1057,7 +1137,7 @@ class StoreReader:
             return
         with _translated(self.path):
             with self._env.begin(buffers=True) as txn:
-                yield View(txn, self._db)
+                yield View(txn, self._db, self.keys)
 
     def _open(self) -> bool:
         try:
@@ -1081,6 +1161,10 @@ class StoreReader:
                 env.close()
                 return False
         self._env, self._inode = env, inode
+        if self.keys:
+            with env.begin(buffers=True) as txn:
+                for _, tenant in View(txn, self._db, self.keys).tenants():
+                    self.keys.know(tenant.namespace)
         return True
 
     def close(self) -> None:
