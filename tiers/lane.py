@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 from tiers import failpoints, media
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.layout import Layout, RootId, SequenceId
+from tiers.lock import is_held
 from tiers.media import Place
 from tiers.pages import populate_read
 from tiers.settings import LaneFlush
@@ -44,6 +45,7 @@ ENTRY_VERSION = 2
 ENTRY_BYTES = 128
 DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
+DELETED = " (deleted)"  # added to the name of a lane whose file is gone
 POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
 
 # Page 0: magic, version, entry bytes, record count, ring bytes, lane id, then a checksum of those.
@@ -274,7 +276,7 @@ class LaneWriter:
         at = self._entry_offset(number)
         if self._words[(at >> 3) + COMMIT] != number + 1:
             return None
-        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number)
+        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number, self.lane_bytes)
 
     def _entry_offset(self, number: int) -> int:
         return DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
@@ -410,11 +412,16 @@ def data_offset(record_count: int) -> int:
     return DIRECTORY_OFFSET + ((record_count * ENTRY_BYTES + PAGE - 1) & -PAGE)
 
 
-def parse_entry(raw: bytes, number: int) -> RecordHeader:
-    """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped."""
+def parse_entry(raw: bytes, number: int, lane_bytes: int = 1 << 62) -> RecordHeader:
+    """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped, or says what can't be."""
     magic, version, kind, found, epoch, sequence, start, end, offset, size, checksum = ENTRY.unpack_from(raw)
     whole = xxh3_64_intdigest(raw[: ENTRY.size]) == int.from_bytes(raw[ENTRY.size : ENTRY.size + 8], "little")
     if not whole or magic != ENTRY_MAGIC or version not in READABLE_VERSIONS or found != number:
+        possible = False
+    else:
+        # A right checksum over wrong numbers was written by a bug or by somebody else; a reader must not walk off with them.
+        possible = start <= end and size <= lane_bytes and (kind != RecordType.ROWS or tokens_bytes(end - start) <= size)
+    if not possible:
         return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
     return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)
 
@@ -605,7 +612,7 @@ class LaneReader:
 
     def _header(self, number: int) -> RecordHeader:
         at = DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
-        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number)
+        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number, self.lane_bytes)
 
     def used_share(self, start: int, end: int) -> float:
         """The larger of the shares of directory and ring that the records [start, end) take up."""
@@ -614,6 +621,16 @@ class LaneReader:
         first, last = self._header(start), self._header(end - 1)
         size = last.payload_offset + last.payload_bytes - first.payload_offset
         return max((end - start) / self.record_count, min(size, self.lane_bytes) / self.lane_bytes)
+
+    def is_finished(self) -> bool:
+        """Whether the file's name is gone and nothing is left to do for it. Says so once if there is."""
+        if self.head() == self.tail and not is_held(self._held):
+            return True
+        if not self.path.stem.endswith(DELETED):
+            hint = "the keeper drains it as long as both live; restart the engine to have a lane with a name again"
+            log.error("lane.deleted", lane=self.path.stem, hint=hint)
+            self.path = self.path.with_name(f"{self.path.stem}{DELETED}.lane")
+        return False
 
     def intact(self, header: RecordHeader) -> bool:
         """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
@@ -701,7 +718,8 @@ class LaneRef(NamedTuple):
 class LaneSet:
     """Readers of all lanes in a directory, which may be empty at first; lanes of dead engines included.
 
-    A file that was replaced is a new lane; the old one stays until `scan` finds its file gone.
+    A file that was replaced is a new lane; the old one stays until `scan` finds its file gone. For the keeper (`writable_tail`) it
+    stays until it is drained and has no writer any more: somebody deleted the file of a lane that is in use.
     """
 
     def __init__(self, lane_dir: str | os.PathLike[str], *, writable_tail: bool = False) -> None:
@@ -721,7 +739,8 @@ class LaneSet:
         except FileNotFoundError:
             pass
         for inode in self._readers.keys() - found.keys():
-            self._readers.pop(inode).close()
+            if not self._writable_tail or self._readers[inode].is_finished():
+                self._readers.pop(inode).close()
         for inode, path in found.items():
             reader = self._readers.get(inode)
             if reader is not None:

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 
-def is_held(path: str | os.PathLike[str]) -> bool:
-    """Whether any process holds an flock on `path`. A probing flock could make the holder's own attempt fail; this can't."""
+def is_held(path: str | os.PathLike[str] | int) -> bool:
+    """Whether any process holds an flock on `path`, or on the file that is open as a descriptor.
+
+    A probing flock could make the holder's own attempt fail; this can't.
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+import structlog
 
-from tiers.errors import BadBlock, BadRecord
+from tiers.errors import BadBlock, BadRecord, StoreFailed
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import read_ahead
-from tiers.store import View
+from tiers.store import EmptyView, View
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+
+log = structlog.get_logger()
 
 Tier = Literal["lane", "disk"]
 
@@ -339,16 +342,31 @@ class PrefixFinder:
         self._store = store
         self._lanes = LaneSet(lane_dir)
         self._index = LaneIndex(self._lanes)
+        self.unusable = ""  # why the store can't be opened
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:
         """Look at lanes and store now. Keep it short and never wait inside: an open snapshot lets the store's file grow."""
         tails = self._index.gather()
-        with self._store.snapshot() as view:
+        with self._snapshot() as view:
             self._index.refresh(tails, view)
             reading = Reading(view, self._index)
             yield reading
             reading.check()
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[View]:
+        """A store that can't be opened is a tier that holds nothing; said once for each reason."""
+        with ExitStack() as opened:
+            try:
+                view = opened.enter_context(self._store.snapshot())
+                self.unusable = ""
+            except StoreFailed as error:
+                if str(error) != self.unusable:
+                    log.error("restore.store_unusable", error=str(error))
+                self.unusable = str(error)
+                view = EmptyView()
+            yield view
 
     def find(
         self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0

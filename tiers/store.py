@@ -24,7 +24,7 @@ import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
-from tiers import failpoints
+from tiers import failpoints, whole_file
 from tiers.base import Base, SessionKey, pack_base, unpack_base
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.keys import Keyring, Locked
@@ -886,6 +886,13 @@ def _translated(path: Path) -> Iterator[None]:
         raise StoreFailed("the store can't be used", where=str(path), cause=str(error)) from error
 
 
+def _extended(env: Any, path: Path) -> None:
+    try:
+        whole_file.extend(env, path)
+    except OSError as error:
+        raise StoreFailed("the store's file can't be extended", where=str(path), cause=str(error)) from error
+
+
 def _reach(failpoint: str) -> None:
     """A failpoint whose error looks like one of LMDB's."""
     try:
@@ -943,6 +950,7 @@ class Store:
     def _open_env(self) -> None:
         safe = self.durability != "process"
         with _translated(self.path):
+            whole_file.make_whole(self.path, map_bytes)
             self._env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), mode=0o600, metasync=False, sync=safe
             )
@@ -1039,6 +1047,7 @@ class Store:
             if self._usage is not None:
                 self._usage.add(group.changes)
             _reach("drain.commit.after")
+            _extended(self._env, self.path)
 
     @contextmanager
     def snapshot(self) -> Iterator[View]:
@@ -1156,7 +1165,11 @@ class StoreReader:
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), readonly=True, create=False
             )
             try:
+                whole_file.refuse_short(env, self.path)
                 self._db = {name: env.open_db(name, create=False) for name in DATABASES}
+            except StoreFailed:
+                env.close()
+                raise
             except lmdb.NotFoundError:  # the keeper is just making it, or hasn't upgraded it yet
                 env.close()
                 return False

@@ -5,6 +5,7 @@
        write  writes fail with EIO          space  writes fail with ENOSPC
        grow   writes behind the byte count in it fail with ENOSPC
        ro     opening for writing and writing fail with EROFS
+       clock  the wall clock is so many seconds ahead
        slow   every write and sync takes so many milliseconds longer                                                     */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,6 +20,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 static char dir[PATH_MAX], control[PATH_MAX];
@@ -165,5 +167,12 @@ int rename(const char *from, const char *to) {
     struct iovec part = {(void *)inside(from), strlen(inside(from))};
     record('R', name, 0, &part, 1, part.iov_len);
   }
+  return done;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  char text[32];
+  int done = syscall(SYS_clock_gettime, clock, now);
+  if (clock == CLOCK_REALTIME && controlled("clock", text)) now->tv_sec += atoll(text);
   return done;
 }
