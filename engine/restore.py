@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from engine.arena import Arena, Slot
-from tiers.errors import Lost
+from tiers.errors import Lost, StoreFailed
 from tiers.layout import RootId
 from tiers.prefix import Extent, PrefixFinder, Reading
 
@@ -76,7 +76,7 @@ class Restore:
                     self.root, self.namespace, self.tokens, limit=self.goal, start=start, block_tokens=self.block_tokens
                 )
                 self._copy(found, read, arena, slot, copied)
-        except Lost as error:
+        except (Lost, StoreFailed) as error:
             self._overtaken(error, slot, start, copied)
         for tier, count in copied.items():
             self.reused[tier] = self.reused.get(tier, 0) + count
@@ -92,7 +92,7 @@ class Restore:
                 return
             try:
                 frame, frame_tokens, take_start, take_end, _ = read(extent)
-            except Lost as error:
+            except (Lost, StoreFailed) as error:
                 self.bad_blocks += 1
                 self._give_up(slot, f"stored state is damaged from position {slot.length}", error)
                 return
@@ -104,7 +104,7 @@ class Restore:
         if room > 0:
             self.goal = slot.length
 
-    def _overtaken(self, error: Lost, slot: Slot, start: int, copied: dict[str, int]) -> None:
+    def _overtaken(self, error: Lost | StoreFailed, slot: Slot, start: int, copied: dict[str, int]) -> None:
         """A writer overwrote a record of the lane while it was copied: undo the slice; it is on disk by now."""
         slot.length = start
         copied.clear()
@@ -112,7 +112,7 @@ class Restore:
         if self.overtaken > 3:
             self._give_up(slot, "stored state was overwritten while it was read", error)
 
-    def _give_up(self, slot: Slot, reason: str, error: Lost) -> None:
+    def _give_up(self, slot: Slot, reason: str, error: Lost | StoreFailed) -> None:
         log.warning("restore.stopped", position=slot.length, reason=reason, error=str(error))
         self.reason = reason
         self.goal = slot.length

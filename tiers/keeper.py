@@ -270,7 +270,6 @@ class Drain:
         After an error nobody knows which pages the kernel still means to write (a failed fsync marks them clean), so nothing that wasn't
         synced is relied upon: its records are still in the lanes, and are taken again by a store that is opened anew.
         """
-        self._taken.clear()
         self._forget_tracks()
         self.counts["store_failures"] += 1
         if not self.failing:

@@ -420,7 +420,9 @@ def parse_entry(raw: bytes, number: int, lane_bytes: int = 1 << 62) -> RecordHea
         possible = False
     else:
         # A right checksum over wrong numbers was written by a bug or by somebody else; a reader must not walk off with them.
-        possible = start <= end and size <= lane_bytes and (kind != RecordType.ROWS or tokens_bytes(end - start) <= size)
+        possible = (
+            start <= end and size <= lane_bytes and (kind != RecordType.ROWS or tokens_bytes(end - start) <= size)
+        )
     if not possible:
         return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
     return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)

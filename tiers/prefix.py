@@ -372,8 +372,12 @@ class PrefixFinder:
         self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
     ) -> list[Extent]:
         """As Reading.find, for planning: the extents can't be read any more, find them again inside `reading()`."""
-        with self.reading() as reading:
-            return reading.find(root, namespace, tokens, limit=limit, block_tokens=block_tokens, start=start)
+        try:
+            with self.reading() as reading:
+                return reading.find(root, namespace, tokens, limit=limit, block_tokens=block_tokens, start=start)
+        except StoreFailed as error:  # a page of the store's index is damaged
+            log.error("restore.store_unusable", error=str(error))
+            return []
 
     def close(self) -> None:
         """Unmap the lanes. The store reader is the caller's."""

@@ -950,7 +950,7 @@ class Store:
     def _open_env(self) -> None:
         safe = self.durability != "process"
         with _translated(self.path):
-            whole_file.make_whole(self.path, map_bytes)
+            whole_file.make_whole(self.path, self._map_bytes)
             self._env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), mode=0o600, metasync=False, sync=safe
             )

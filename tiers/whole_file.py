@@ -1,7 +1,7 @@
-"""Whether the store's file has the pages that its root counts: a map of a file that was cut ends in SIGBUS, which no handler turns into an error.
+"""Whether the store's file has the pages that its root counts: the map of a file that was cut ends in SIGBUS, not in an error.
 
-LMDB may leave the last pages of a file unwritten when nothing uses them, so a short file isn't proof of damage. The writer has a child process
-walk everything once, which may die of it, and then extends the file; readers refuse a short one until that is done.
+LMDB may leave the last pages of a file unwritten when nothing uses them, so a short file isn't proof of damage. The writer has
+a child process walk everything once, which may die of it, and then extends the file; readers refuse a short one until then.
 """
 
 from __future__ import annotations

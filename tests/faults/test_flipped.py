@@ -141,7 +141,9 @@ FIELDS = [(4, 2), (6, 2), (8, 8), (16, 8), (24, 16), (40, 4), (44, 4), (48, 8), 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_fuzzed_lanes_never_crash_a_reader(good_lane: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_fuzzed_lanes_never_crash_a_reader(
+    good_lane: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Entries and payloads overwritten at will, checksums of entries made right again: the record reader sees every field wild."""
     image = bytearray(good_lane)
     for _ in range(data.draw(st.integers(1, 6))):
