@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine import messages as m
 from gateway import metrics
-from gateway.api import GATEWAY, json_response, read_body
+from gateway.api import GATEWAY, Gateway, json_response, read_body
 from gateway.api_sessions import session_view
 from gateway.dispatch import Engine
 from gateway.errors import bad_request, conflict, not_found
@@ -70,6 +71,7 @@ async def admin_engines(request: web.Request) -> web.Response:
             "data_dir": str(paths.data_dir),
             "lane_dir": str(paths.lane_dir),
             "degraded": gateway.durability.rows(),
+            "roots": _roots(gateway),
             "data": [_engine(engine) for engine in engines],
         }
     )
@@ -134,6 +136,16 @@ def _model(request: web.Request, name: str) -> dict[str, Any]:
         "max_model_len": gateway.admission.context_tokens,
         **({"parent": gateway.config.model_name, "adapter": adapter} if adapter else {}),
     }
+
+
+def _roots(gateway: Gateway) -> dict[str, dict[str, str]]:
+    """Fingerprints (hex) that are served, the model's own and those of its adapters, with what each stands for."""
+    found = {}
+    for hello in [engine.hello for engine in gateway.dispatcher.engines.values() if engine.hello]:
+        for name, digest in {"": "", **gateway.adapters.names}.items():
+            root = m.adapter_root(bytes.fromhex(hello.root), digest).hex()
+            found[root] = {"model": hello.model, "dtype": hello.dtype, "adapter": name}
+    return found
 
 
 def _engine(engine: Engine) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Installation:
     gateway: Client | None
     engines: tuple[dict[str, Any], ...]
     owner: str
+    served_roots: dict[str, dict[str, Any]] = field(default_factory=dict)
     foreign: str = ""
     foreign_gateway: Client | None = None
     foreign_engines: tuple[dict[str, Any], ...] = ()
@@ -55,8 +56,8 @@ class Installation:
 
     @property
     def roots(self) -> dict[str, dict[str, Any]]:
-        """Fingerprints (hex) of the models that engines serve now, with the engine's row."""
-        return {row["root"]: row for row in self.engines if row.get("root")}
+        """Fingerprints (hex) that engines serve now, those of adapters included, with model, dtype and adapter."""
+        return self.served_roots or {row["root"]: row for row in self.engines if row.get("root")}
 
     def need_gateway(self, what: str) -> Client:
         """The gateway. Raises NotRunning."""
@@ -81,10 +82,12 @@ def find(config: Config, url: str | None = None) -> Installation:
     paths = config.paths
     gateway: Client | None = None
     engines: tuple[dict[str, Any], ...] = ()
+    roots: dict[str, dict[str, Any]] = {}
     client = Client(url or gateway_url(config), config.gateway.api_key)
     with contextlib.suppress(NotRunning):
         answer = client.get("/admin/engines")
         engines = tuple(answer if isinstance(answer, list) else answer.get("data", ()))
+        roots = {} if isinstance(answer, list) else answer.get("roots", {})
         served = "" if isinstance(answer, list) else str(answer.get("data_dir", ""))
         if served == str(paths.data_dir) or not served:
             gateway = client
@@ -92,8 +95,8 @@ def find(config: Config, url: str | None = None) -> Installation:
             gateway, paths = client, Paths(Path(served), Path(answer["lane_dir"]))
         else:
             elsewhere = Paths(Path(served), Path(answer["lane_dir"]))
-            return Installation(config, paths, None, (), owned(paths), served, client, engines, elsewhere)
-    return Installation(config, paths, gateway, engines, owned(paths))
+            return Installation(config, paths, None, (), owned(paths), {}, served, client, engines, elsewhere)
+    return Installation(config, paths, gateway, engines, owned(paths), roots)
 
 
 def need_data(here: Installation) -> None:

@@ -22,7 +22,6 @@ from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, OtherFormat
 from tiers.export import Manifest, Opened, Slice, check_exported, export_session, find_stored
-from tiers.layout import RootId
 from tiers.offline import offline_drain, recover, waiting
 from tiers.store import StoreReader
 
@@ -39,7 +38,8 @@ def run_export(here: Installation, session: str, target: Path, as_json: bool, *,
     record, tokens = _session(here, session)
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:
-        found = find_stored(store, record.namespace, tokens, _served_root(here))
+        served = {bytes.fromhex(root) for root in here.roots}
+        found = find_stored(store, record.namespace, tokens, served)
         if found is None:
             raise StateRefused(
                 f"nothing is stored of session {session!r}: it has been forgotten, or was never captured"
@@ -80,15 +80,9 @@ def _session(here: Installation, session: str) -> tuple[SessionRecord, np.ndarra
     return record, np.frombuffer(packed, "<i4")
 
 
-def _served_root(here: Installation) -> RootId | None:
-    """If one model is served here, its state is meant."""
-    roots = here.roots
-    return RootId(bytes.fromhex(next(iter(roots)))) if len(roots) == 1 else None
-
-
 def _about(here: Installation, record: SessionRecord, root: bytes) -> dict[str, Any]:
     row = here.roots.get(root.hex(), {})
-    model = {key: row[key] for key in ("model", "dtype") if row.get(key)}
+    model = {key: row[key] for key in ("model", "dtype", "adapter") if row.get(key)}
     alone = msgspec.structs.replace(record, streams=[], list_id=b"", forked_from="", fork_position=0, family="")
     return {"record": msgspec.to_builtins(alone), **model}
 

@@ -1,7 +1,7 @@
 """A whole installation's durable files, copied while it serves, and put back: `concordia backup` and `concordia restore`.
 
-A backup is a directory: `store/` and `sessions/` as LMDB copies of one snapshot each (compacted, without free pages), the journals, and
-MANIFEST.json with size and digest of every file and of itself. It has its name only once it is whole. Runs in the command's
+A backup is a directory: `store/` and `sessions/` as LMDB copies of one snapshot each (compacted, without free pages), journals, adapters,
+and MANIFEST.json with size and digest of every file and of itself. It has its name only once it is whole. Runs in the command's
 process and only reads the installation. State is a cache of the token lists, so copies of slightly different moments fit together.
 Source: docs/log-format.md, "Backup".
 """
@@ -30,7 +30,7 @@ VERSION = 1
 MANIFEST = "MANIFEST.json"
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1
-PARTS = ("store", "sessions", "journal")
+PARTS = ("store", "sessions", "journal", "adapters")
 Progress = Callable[[str, int, int], None]
 
 
@@ -87,6 +87,8 @@ def backup(
             (draft / name).mkdir(mode=0o700)
             copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name))
     _copy_journals(paths, draft, progress)
+    if (paths.data_dir / "adapters").is_dir():
+        shutil.copytree(paths.data_dir / "adapters", draft / "adapters")
     if paths.config.exists():
         shutil.copyfile(paths.config, draft / paths.config.name)
     files = [_described(draft, path) for path in _files(draft)]
@@ -258,6 +260,8 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     _sync_tree(draft)
     replaced = next(path for n in range(1 << 20) if not (path := paths.data_dir / f"replaced-{n}").exists())
     for name in PARTS:
+        if name == "adapters" and not (draft / name).exists():
+            continue
         (draft / name).mkdir(mode=0o700, exist_ok=True)
         target = paths.data_dir / name
         if target.exists():

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -109,16 +109,14 @@ class Found:
         return self.block_count * self.info.block_tokens + sum(count for _, count in self.tail_keys)
 
 
-def find_stored(store: StoreReader, namespace: str, tokens: np.ndarray, root: RootId | None = None) -> Found | None:
-    """What is stored of a token list: under `root`, or else under the fingerprint that has most of it; None if nothing is."""
-    best: Found | None = None
+def find_stored(
+    store: StoreReader, namespace: str, tokens: np.ndarray, preferred: Collection[bytes] = ()
+) -> Found | None:
+    """What is stored of a token list, under the fingerprint that has most of it; one of `preferred` first. None if nothing is."""
     with store.snapshot() as view:
-        for key, _ in view.scan("roots"):
-            if root is None or key == root:
-                found = _find(view, RootId(key), namespace, tokens)
-                if found is not None and found.position and (best is None or found.position > best.position):
-                    best = found
-    return best
+        found = [_find(view, RootId(key), namespace, tokens) for key, _ in view.scan("roots")]
+    stored = [one for one in found if one is not None and one.position]
+    return max(stored, key=lambda one: (one.root in preferred, one.position), default=None)
 
 
 def _find(view: View, root: RootId, namespace: str, tokens: np.ndarray) -> Found | None:

@@ -222,12 +222,16 @@ def test_a_backup_brings_everything_back(place: Place, target: Place, tmp_path: 
     place.session("chat", TOKENS, drained=False)
     place.paths.config.write_text("[host]\nengines = 3\n")
     place.paths.journal("s1").write_bytes(b"journal")
+    adapter = place.paths.data_dir / "adapters" / "00" / "adapter_config.json"
+    adapter.parent.mkdir(parents=True)
+    adapter.write_text("{}")
     made = place.json("backup", str(tmp_path / "backup"))
-    assert made["files"] == 4
+    assert made["files"] == 5
     assert place.json("verify", str(tmp_path / "backup"))["ok"]
     put = target.json("restore", str(tmp_path / "backup"))
     assert put["replaces"] == []
     assert target.world.restorable(TOKENS) == 43
+    assert (target.paths.data_dir / "adapters" / "00" / "adapter_config.json").read_text() == "{}"
     assert target.json("sessions", "show", "chat")["tokens"] == 43
     assert target.paths.config.read_text() == "[host]\nengines = 3\n"
     assert target.json("verify", code=6)["findings"][0]["kind"] == "journal", "what was damaged stays as it was"
