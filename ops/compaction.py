@@ -6,6 +6,7 @@ The keeper does the work in slices between its drains, if one runs; else the com
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from tiers.compaction import Compaction
 from tiers.errors import TierError
 from tiers.keeper_client import JobState
 from tiers.offline import offline_drain
+from tiers.shrink import Shrink
 
 PHASES = {
     "fold": "folding sessions",
@@ -27,25 +29,28 @@ PHASES = {
     "mark": "marking",
     "wait": "waiting for restores under way",
     "free": "freeing",
+    "copy": "copying to a smaller file",
+    "verify": "verifying the copy",
+    "switch": "switching",
 }
 GC_SETTLE_S = 1e9  # fold nothing
 
 
 def run_compact(
-    here: Installation, as_json: bool, *, settle_s: float, grace_s: float | None, yes: bool, dry_run: bool
+    here: Installation, as_json: bool, *, settle_s: float, grace_s: float | None, shrink: bool, yes: bool, dry_run: bool
 ) -> None:
     """Fold, evict, free. Raises StateRefused, StoreFailed, TierError."""
     need_data(here)
     if not dry_run and _evicts(here):
         confirm("Sessions beyond the budgets or their time to live are evicted. Go on?", yes=yes)
-    counts, took_s = _compact(here, as_json, settle_s, grace_s, dry_run)
+    counts, took_s = _compact(here, as_json, settle_s, grace_s, dry_run, shrink)
     _report(counts, as_json, dry_run, took_s)
 
 
 def run_gc(here: Installation, as_json: bool, *, grace_s: float | None, dry_run: bool) -> None:
     """Free what nothing names. Raises StateRefused, StoreFailed, TierError."""
     need_data(here)
-    counts, took_s = _compact(here, as_json, GC_SETTLE_S, grace_s, dry_run)
+    counts, took_s = _compact(here, as_json, GC_SETTLE_S, grace_s, dry_run, shrink=False)
     _report(counts, as_json, dry_run, took_s)
 
 
@@ -55,7 +60,7 @@ def _evicts(here: Installation) -> bool:
 
 
 def _compact(
-    here: Installation, as_json: bool, settle_s: float, grace_s: float | None, dry_run: bool
+    here: Installation, as_json: bool, settle_s: float, grace_s: float | None, dry_run: bool, shrink: bool
 ) -> tuple[dict[str, int], float]:
     started = time.monotonic()
     with Bar("compacting", quiet=as_json) as bar:
@@ -66,26 +71,31 @@ def _compact(
         if here.owner:
             try:
                 state = keeper_client.compact(
-                    here.paths.keeper_socket, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run, on_progress=show
-                )
+                    here.paths.keeper_socket, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run, shrink=shrink,
+                    on_progress=show,
+                )  # fmt: skip
             except TierError as error:
                 if "is running" in str(error):
                     raise StateRefused(f"{error}") from error
                 raise
             counts = state.counts
         else:
-            counts = _compact_offline(here, bar, settle_s, dry_run)
+            counts = _compact_offline(here, bar, settle_s, dry_run, shrink)
     return counts, time.monotonic() - started
 
 
-def _compact_offline(here: Installation, bar: Bar, settle_s: float, dry_run: bool) -> dict[str, int]:
+def _compact_offline(here: Installation, bar: Bar, settle_s: float, dry_run: bool, shrink: bool) -> dict[str, int]:
     """No engine restores anything, so nothing need be left alone for a while."""
     with offline_drain(here.paths, here.config.tiers) as drain:
         compaction = Compaction(drain, settle_s=settle_s, grace_s=0.0, budget=drain.budget(), dry_run=dry_run)
-        for _ in compaction.run():
-            at = compaction.progress
-            bar(at.done, at.total, PHASES.get(at.phase, at.phase))
-        return dict(compaction.progress.counts)
+        counts: Counter[str] = Counter()
+        works: list[Compaction | Shrink] = [compaction, *([Shrink(drain)] if shrink and not dry_run else [])]
+        for work in works:
+            for _ in work.run():
+                at = work.progress
+                bar(at.done, at.total, PHASES.get(at.phase, at.phase))
+            counts.update(work.progress.counts)
+        return dict(counts)
 
 
 SAID = {
@@ -97,6 +107,8 @@ SAID = {
     "freed_points": "rollback points freed",
     "freed_streams": "epochs of gone streams freed",
     "rewritten_blocks": "blocks rewritten without rows outside kept windows",
+    "copied_records": "records copied to a smaller file",
+    "bad_records": "of them damaged, copied as they are (`concordia repair`)",
     "kept_broken": "sessions left alone because a block is missing (`concordia repair`)",
     "bad_bases": "damaged bases left alone (`concordia repair`)",
 }
@@ -111,7 +123,8 @@ def _report(counts: dict[str, int], as_json: bool, dry_run: bool, took_s: float)
             click.echo(f"{counts[key]} {text}")
     saved = counts.get("freed_bytes", 0) + counts.get("rewritten_bytes", 0)
     verb = "would be free" if dry_run else "are free"
-    click.echo(f"{size(saved)} {verb} for use again, after {took_s:.1f} s" if saved else "there was nothing to free")
+    again = "" if counts.get("copied_records") else " for use again"
+    click.echo(f"{size(saved)} {verb}{again}, after {took_s:.1f} s" if saved else "there was nothing to free")
 
 
 # ---------------------------------------------------------------- stats

@@ -196,12 +196,22 @@ def restore(
     "--settle-s", default=0.0, show_default=True, metavar="S", help="Leave alone what was used in the last S seconds."
 )
 @click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option(
+    "--shrink", is_flag=True, help="Then make the store's file as small as what is in it: copy, verify, switch."
+)
 @destructive_flags
 @client_flags
 @json_flag
 @configured
 def compact(
-    config: Config, settle_s: float, grace_s: float | None, yes: bool, dry_run: bool, url: str | None, as_json: bool
+    config: Config,
+    settle_s: float,
+    grace_s: float | None,
+    shrink: bool,
+    yes: bool,
+    dry_run: bool,
+    url: str | None,
+    as_json: bool,
 ) -> None:
     """Fold what is stored of each session into one base, evict what is beyond the budgets, free what nothing names.
 
@@ -211,7 +221,7 @@ def compact(
     from ops.compaction import run_compact
     from ops.installation import find
 
-    run_compact(find(config, url), as_json, settle_s=settle_s, grace_s=grace_s, yes=yes, dry_run=dry_run)
+    run_compact(find(config, url), as_json, settle_s=settle_s, grace_s=grace_s, shrink=shrink, yes=yes, dry_run=dry_run)
 
 
 @click.command(cls=Command, exits=(5,))

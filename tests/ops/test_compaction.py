@@ -73,6 +73,22 @@ def test_gc_frees_only_what_nothing_names(place: Place, served: Callable[[], Non
     assert "nothing to free" in place.run("gc", "--grace-s", "0").stdout
 
 
+def test_shrink_makes_the_file_smaller_and_loses_nothing(place: Place, served: Callable[[], None]) -> None:
+    conversations = [some_tokens(5 * BLOCK, seed=20 + n) for n in range(24)]
+    for number, tokens in enumerate(conversations):
+        place.session(f"s{number}", tokens)
+        close(place, f"s{number}", len(tokens))
+    for number in range(22):
+        place.json("sessions", "rm", f"s{number}", "--yes")
+    served()
+    before = (place.paths.store / "data.mdb").stat().st_size
+    done = place.json("compact", "--shrink", "--grace-s", "0")
+    assert done["counts"]["copied_records"] > 0
+    assert (place.paths.store / "data.mdb").stat().st_size < before
+    assert [place.world.restorable(tokens) for tokens in conversations[22:]] == [40, 40]
+    assert place.json("verify")["ok"]
+
+
 def test_pin_and_unpin(place: Place, served: Callable[[], None]) -> None:
     place.session("chat", TOKENS)
     served()
