@@ -15,6 +15,7 @@ from bench.driver import System, alive, at_once
 from bench.sse import Answer
 from tests.system import conftest
 from tests.system import harness as h
+from tests.system.test_supervision import concordia
 
 
 def policy_system(policy: str) -> Any:
@@ -78,6 +79,37 @@ def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode:
     assert len(moves(got)) >= 3, results
     assert {move["carried"] for move in moves(got)} == {"state"}
     assert not h.recoveries(got)
+
+
+def test_tiny_session_is_moved_by_the_command_live_and_idle(moving: System) -> None:
+    body, want = wanted(moving, 60, h.GREEDY, 300)
+    place = ("--port", str(moving.port))
+    done: list[Any] = []
+
+    def move(answer: Answer) -> None:
+        target = other(moving, moving.serving_engine(answer.stream_id).id)
+        done.append(concordia(moving, "migrate", "traveller", target, "--json", *place))
+
+    headers = {"X-Session-Id": "traveller"}
+    mover: list[threading.Thread] = []
+
+    def begin(answer: Answer) -> None:
+        mover.append(threading.Thread(target=move, args=(answer,)))
+        mover[0].start()
+
+    got = moving.stream(h.CHAT, body, headers=headers, watch=h.after(20, begin))
+    mover[0].join(60.0)
+    h.assert_same(got, want, "moved by the command")
+    assert done[0].stdout or done[0].stderr
+    holder = moving.call("GET", "/v1/sessions/traveller")[2]["engines"]
+    target = other(moving, holder[0])
+    idle = concordia(moving, "migrate", "traveller", target, *place)
+    assert (idle.returncode, idle.stdout) == (0, "traveller: moved\n"), idle.stderr
+    assert moving.call("GET", "/v1/sessions/traveller")[2]["engines"] == [target]
+    drained = concordia(moving, "drain", target, *place)
+    assert drained.stdout == f"{target}: 0 streams moved, 0 left\n"
+    assert concordia(moving, "drain", target, "--undo", *place).stdout == f"{target} is ready\n"
+    assert concordia(moving, "migrate", "nobody", target, *place).returncode == 1
 
 
 def test_tiny_stream_moves_in_its_prefill(moving: System) -> None:
@@ -238,8 +270,6 @@ def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
     h.settled(moving)
     before = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
     done: list[Any] = []
-    from tests.system.test_supervision import concordia
-
     upgrader = threading.Thread(
         target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port)))
     )
