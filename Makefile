@@ -36,7 +36,7 @@ check: $(STAMP)  ## format, lint, types, unit tests; under a minute
 	@$(PY) -m ruff format --check $(CODE)
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m mypy
-	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system and not kinds" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
 
 format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(PY) -m ruff format $(CODE)

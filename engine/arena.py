@@ -1,9 +1,11 @@
 """The engine's device memory for attention state: one preallocated region, cut into slots of one sequence each.
 
-Every layer's K and V of one head is a plane; a slot is (planes, tokens, head_dim) for each group of equally shaped planes,
-so attention reads each head's rows contiguously, and what a step wrote for a token range is one strided slice. Measured on
-the demo model at 7k tokens of context, decode took 89 ms a step in this layout, 115 to 146 with a layer's heads side by
-side in a row, 122 to 164 with one row per token over all layers (docs/lab.md). Main thread only.
+Every layer's K and V of one head is a plane; a slot is (planes, tokens, dim) for each group of planes with equal rows and
+window, so attention reads each head's rows contiguously, and what a step wrote for a token range is one strided slice.
+Measured on the demo model at 7k tokens of context, decode took 89 ms a step in this layout, 115 to 146 with a layer's heads
+side by side in a row, 122 to 164 with one row per token over all layers (docs/lab.md). A window layer's rows lie in a buffer
+of fixed size that slides along the context: the rows in use stay contiguous and in order, whatever the position, and are
+moved to the front when the end is reached (once in `window` tokens or more). Main thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import numpy as np
 import torch
 
 from engine.memory import allocate
-from tiers.layout import Layout
+from engine.plan import Kinds
+from engine.states import Snapshot, StateRows, StateShape
+from tiers.layout import ALL_GROUPS, Layout
 
 # Frames that are restored lie in read-only maps; they are only ever the source of a copy.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -23,11 +27,17 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores for a token: K and V of `heads` heads."""
+    """What one attention layer stores for a token: K and V of `heads` heads.
+
+    window   tokens that the layer sees, the query's own among them; 0: all
+    derived  K and V for attention are computed from what is stored (latent attention): the model wants the stored rows back
+    """
 
     heads: int
     key_dim: int
     value_dim: int
+    window: int = 0
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,10 @@ class Slot:
     """Room for one sequence. `tokens[:length]` are those whose state is in the arena, `stored` of them also in a tier.
 
     captured is False while a sequence that asked not to be captured works in it; adapter is the digest of what it was computed with.
+    bases           position of the first row in the buffer of each of the arena's windows (the first of which is "all": 0)
+    state_position  tokens that the recurrent state has seen; it serves a continuation from exactly there
+    points          rollback points on the device: position -> snapshot
+    filling         a restore is under way: nobody may take anything over from here
     """
 
     index: int
@@ -56,6 +70,10 @@ class Slot:
     busy: bool = False
     last_used: int = 0
     adapter: str = ""
+    bases: list[int] = field(default_factory=lambda: [0])
+    state_position: int = 0
+    points: dict[int, Snapshot] = field(default_factory=dict)
+    filling: bool = False
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """Count of leading tokens that this slot shares with a token list."""
@@ -69,42 +87,92 @@ class Arena:
     """All slots of one engine. Build with `Arena.allocate`."""
 
     layout: Layout
-    groups: list[torch.Tensor]  # one a group: (slots, planes, context_tokens, dim)
-    keys: list[PlaneRange]  # by layer
-    values: list[PlaneRange]
+    groups: list[torch.Tensor]  # one a group: (slots, planes, capacity of its window, dim)
+    group_windows: list[int]  # by group, the index of its window
+    windows: list[int]  # distinct windows, 0 (all) first
+    kept: list[int]  # by window, rows that are never given up: what a query sees, or a whole block
+    capacities: list[int]
+    keys: dict[int, PlaneRange]  # by layer
+    values: dict[int, PlaneRange]
+    layer_windows: dict[int, int]  # by layer, the index of its window
     slots: list[Slot]
     context_tokens: int
-    key_views: list[list[torch.Tensor]] = field(default_factory=list)  # [slot][layer] (heads, context_tokens, dim)
-    value_views: list[list[torch.Tensor]] = field(default_factory=list)
+    block_tokens: int
+    step_tokens: int
+    states: StateRows
+    key_views: list[dict[int, torch.Tensor]] = field(default_factory=list)  # [slot][layer] (heads, capacity, dim)
+    value_views: list[dict[int, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def allocate(
-        cls, layers: list[LayerShape], slot_count: int, context_tokens: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layers: list[LayerShape] | dict[int, LayerShape],
+        slot_count: int,
+        context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        states: list[StateShape] | None = None,
+        step_tokens: int = 256,
+        block_tokens: int = 32,
     ) -> Arena:
-        """Reserve memory for `slot_count` sequences of `context_tokens`; pages are touched on first use (see `prefault`)."""
-        dims = sorted({dim for layer in layers for dim in (layer.key_dim, layer.value_dim)})
-        plane_counts = [0] * len(dims)
-        keys: list[PlaneRange] = []
-        values: list[PlaneRange] = []
-        for layer in layers:
-            for ranges, dim in ((keys, layer.key_dim), (values, layer.value_dim)):
-                group = dims.index(dim)
+        """Reserve memory for `slot_count` sequences of `context_tokens`; pages are touched on first use (see `prefault`).
+
+        layers        by layer index; a list numbers them from 0
+        step_tokens   most tokens that one step adds to a sequence
+        block_tokens  a window's buffer always holds the whole of the unfinished block, so that it can be captured
+        """
+        shapes = dict(enumerate(layers)) if isinstance(layers, list) else layers
+        shapes = {index: _bounded(shape, context_tokens) for index, shape in shapes.items()}
+        windows = [0, *sorted({shape.window for shape in shapes.values()} - {0})]
+        kept = [max(window, block_tokens) for window in windows]
+        capacities = [context_tokens, *(min(context_tokens, 2 * rows + step_tokens) for rows in kept[1:])]
+        kinds = sorted({(shape.window, dim) for shape in shapes.values() for dim in (shape.key_dim, shape.value_dim)})
+        plane_counts = [0] * len(kinds)
+        keys: dict[int, PlaneRange] = {}
+        values: dict[int, PlaneRange] = {}
+        for index, shape in sorted(shapes.items()):
+            for ranges, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
+                group = kinds.index((shape.window, dim))
                 start = plane_counts[group]
-                plane_counts[group] = start + layer.heads
-                ranges.append(PlaneRange(group, start, start + layer.heads))
+                plane_counts[group] = start + shape.heads
+                ranges[index] = PlaneRange(group, start, start + shape.heads)
+        group_windows = [windows.index(window) for window, _ in kinds]
         groups = [
-            allocate((slot_count, planes, context_tokens, dim), dtype, device)
-            for planes, dim in zip(plane_counts, dims, strict=True)
+            allocate((slot_count, planes, capacities[at], dim), dtype, device)
+            for planes, at, (_, dim) in zip(plane_counts, group_windows, kinds, strict=True)
         ]
-        layout = Layout(tuple((planes, dim * dtype.itemsize) for planes, dim in zip(plane_counts, dims, strict=True)))
-        slots = [Slot(i, np.zeros(context_tokens, dtype=np.int32)) for i in range(slot_count)]
-        arena = cls(layout, groups, keys, values, slots, context_tokens)
-        arena.key_views = [[arena._plane(i, r) for r in keys] for i in range(slot_count)]
-        arena.value_views = [[arena._plane(i, r) for r in values] for i in range(slot_count)]
+        rows = StateRows.allocate(states or [], slot_count, device)
+        layout = Layout(
+            tuple((planes, dim * dtype.itemsize) for planes, (_, dim) in zip(plane_counts, kinds, strict=True)),
+            tuple(window for window, _ in kinds) if len(windows) > 1 else (),
+            rows.state_bytes,
+        )
+        slots = [Slot(i, np.zeros(context_tokens, dtype=np.int32), bases=[0] * len(windows)) for i in range(slot_count)]
+        layer_windows = {index: windows.index(shape.window) for index, shape in shapes.items()}
+        arena = cls(
+            layout, groups, group_windows, windows, kept, capacities, keys, values, layer_windows, slots,
+            context_tokens, block_tokens, step_tokens, rows,
+        )  # fmt: skip
+        arena.key_views = [{at: arena._plane(i, r) for at, r in keys.items()} for i in range(slot_count)]
+        arena.value_views = [{at: arena._plane(i, r) for at, r in values.items()} for i in range(slot_count)]
         return arena
 
     def _plane(self, slot: int, planes: PlaneRange) -> torch.Tensor:
         return self.groups[planes.group][slot, planes.start : planes.end]
+
+    @property
+    def append_only(self) -> bool:
+        """Rows alone make a prefix: no windows, no recurrent state."""
+        return len(self.windows) == 1 and not self.states.state_bytes
+
+    @property
+    def kinds(self) -> Kinds:
+        """What is kept, for plans."""
+        masks = [0] * len(self.windows)
+        for group, window in enumerate(self.group_windows):
+            masks[window] |= 1 << group
+        return Kinds(tuple(masks[1:]), self.needed_from, self.states.state_bytes > 0)
 
     def prefault(self, token_count: int) -> None:
         """Touch the first slots' memory for `token_count` tokens, so that a restore does not wait for page faults."""
@@ -114,26 +182,113 @@ class Arena:
 
     def rows_at(self, slot: Slot, position: int) -> list[int]:
         """By group, the row of the slot's buffer that holds a position."""
-        return [position] * len(self.groups)
+        return [position - slot.bases[at] for at in self.group_windows]
+
+    # ------------------------------------------------------------ windows
+
+    def needed_from(self, window: int, position: int) -> int:
+        """First row of a window (by its index) that going on from `position` reads or has to capture."""
+        if window == 0:
+            return 0
+        seen = position + 1 - self.windows[window]
+        return max(0, min(seen, position // self.block_tokens * self.block_tokens))
+
+    def windows_reach(self, slot: Slot, position: int) -> bool:
+        """Whether the slot still holds every window's rows for going on from `position` (at most its length)."""
+        return all(slot.bases[at] <= self.needed_from(at, position) for at in range(1, len(self.windows)))
+
+    def oldest(self, slot: Slot) -> int:
+        """First position whose rows are all on the device."""
+        return max(slot.bases)
+
+    def make_room(self, slot: Slot, start: int, end: int) -> None:
+        """Slide the slot's window buffers so that rows [start, end) fit behind those that are needed."""
+        for at in range(1, len(self.windows)):
+            if end - slot.bases[at] > self.capacities[at]:
+                self._slide(slot, at, self.needed_from(at, start), start)
+
+    def _slide(self, slot: Slot, window: int, first: int, end: int) -> None:
+        base = slot.bases[window]
+        for group, at in zip(self.groups, self.group_windows, strict=True):
+            if at == window:
+                rows = group[slot.index]
+                rows[:, : end - first] = rows[:, first - base : end - base].clone()
+        slot.bases[window] = first
+
+    def cut(self, slot: Slot, position: int) -> None:
+        """Only the first `position` tokens count from now on."""
+        slot.length = position
+        slot.stored = min(slot.stored, position)
+        slot.points = {at: point for at, point in slot.points.items() if at <= position}
+        if slot.state_position > position:
+            slot.state_position = -1  # it has seen other tokens
+        if not position:
+            slot.bases = [0] * len(self.windows)
+
+    def forget(self, slot: Slot) -> None:
+        """Empty a slot."""
+        slot.length = slot.stored = slot.state_position = 0
+        slot.bases = [0] * len(self.windows)
+        slot.points = {}
+        slot.filling = False
+
+    # ------------------------------------------------------------ copies
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame` (uint8, layout order, writable)."""
-        for group, target in zip(self.groups, self._typed(frame, end - start), strict=True):
-            target.copy_(group[slot.index, :, start:end])
+        for group, at, target in zip(self.groups, self.group_windows, self._typed(frame, end - start), strict=True):
+            base = slot.bases[at]
+            assert start >= base, "captured rows that the window's buffer no longer holds"
+            target.copy_(group[slot.index, :, start - base : end - base])
 
-    def copy_in(self, slot: Slot, start: int, frame: np.ndarray, token_count: int, take: tuple[int, int]) -> None:
-        """Tokens [take) of a frame of `token_count` tokens -> state of the slot from `start` on."""
-        count = take[1] - take[0]
-        for group, source in zip(self.groups, self._typed(frame, token_count), strict=True):
-            group[slot.index, :, start : start + count].copy_(source[:, take[0] : take[1]])
+    def copy_in(
+        self,
+        slot: Slot,
+        start: int,
+        frame: np.ndarray,
+        token_count: int,
+        take: tuple[int, int],
+        *,
+        firsts: list[int] | None = None,
+        groups: int = ALL_GROUPS,
+    ) -> None:
+        """Tokens [take) of a frame of `token_count` tokens -> rows of the slot from position `start` on.
+
+        firsts  by window, positions before which nothing is copied (a window's buffer holds only its last rows)
+        groups  bit mask of the groups that the frame has
+        """
+        end = start + take[1] - take[0]
+        sources = self._typed(frame, token_count, groups)
+        for group, at, source in zip(self.groups, self.group_windows, sources, strict=True):
+            first = max(start, firsts[at]) if firsts else start
+            if first >= end:
+                continue
+            assert source.shape[1], "a needed window's rows are missing from the frame"
+            base, skip = slot.bases[at], take[0] - start
+            group[slot.index, :, first - base : end - base].copy_(source[:, first + skip : end + skip])
 
     def copy_prefix(self, source: Slot, target: Slot, token_count: int) -> None:
-        """State of the first `token_count` tokens of one slot -> another."""
+        """Rows of the first `token_count` tokens of one slot -> another, with the points before their end."""
         target.stored = min(source.stored, token_count)
-        for group in self.groups:
-            group[target.index, :, :token_count].copy_(group[source.index, :, :token_count])
+        target.points = {at: point for at, point in source.points.items() if at <= token_count}
+        for window in range(1, len(self.windows)):
+            target.bases[window] = max(source.bases[window], self.needed_from(window, token_count))
+        for group, at in zip(self.groups, self.group_windows, strict=True):
+            first, there, here = target.bases[at], source.bases[at], target.bases[at]
+            if first < token_count:
+                rows = group[source.index, :, first - there : token_count - there]
+                group[target.index, :, first - here : token_count - here].copy_(rows)
+        if self.states.state_bytes and source.state_position == token_count:
+            self.states.copy(source.index, target.index)
+            target.state_position = token_count
 
-    def _typed(self, frame: np.ndarray, token_count: int) -> list[torch.Tensor]:
-        """A frame's groups as host tensors (planes, tokens, dim) that share its memory."""
-        views = self.layout.views(frame, token_count)
+    def _typed(self, frame: np.ndarray, token_count: int, groups: int = ALL_GROUPS) -> list[torch.Tensor]:
+        """A frame's groups as host tensors (planes, tokens, dim) that share its memory; (planes, 0, dim) where it has none."""
+        views = self.layout.views(frame, token_count, groups)
         return [torch.from_numpy(view).view(group.dtype) for view, group in zip(views, self.groups, strict=True)]
+
+
+def _bounded(shape: LayerShape, context_tokens: int) -> LayerShape:
+    """A window as long as the context is none."""
+    window = shape.window if 0 < shape.window < context_tokens else 0
+    return LayerShape(shape.heads, shape.key_dim, shape.value_dim, window, shape.derived)

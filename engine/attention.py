@@ -1,8 +1,9 @@
-"""Attention of unmodified transformers models over the arena: a cache class and an attention function of ours.
+"""Attention and recurrent layers of unmodified transformers models over the arena: a cache class and an attention function of ours.
 
-The models call `ArenaCache.update` with the new K and V of a layer, then the function registered as "concordia". Rows of a
-step are either one token of each of several sequences (decode) or several tokens of one (a prefill chunk); each row reads
-its own slot, so nothing is padded and nothing is concatenated. The name has no mask function, so the models build no masks.
+The models call `ArenaCache.update` with the new K and V of a layer, then the function registered as "concordia"; layers with
+convolution or recurrent state ask the same cache for it. Rows of a step are either one token of each of several sequences
+(decode) or several tokens of one (a prefill chunk); each row reads its own slot, so nothing is padded and nothing is
+concatenated. The name has no mask function, so the models build no masks.
 Main thread only. Source: transformers' `AttentionInterface` and `cache_utils.Cache`.
 """
 
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache
 from engine import split_attention
 from engine.arena import Arena, LayerShape, PlaneRange, Slot
 from engine.errors import UnsupportedModel
+from engine.states import StateKind, StateShape
 
 NAME = "concordia"
 # Up to this many query rows, the query heads that share a KV head are folded into rows of one call: measured faster than
@@ -51,49 +53,116 @@ class StepRows:
     token_count: int
     masks: dict[Span, torch.Tensor] = field(default_factory=dict)
     folded_masks: dict[tuple[Span, int, int], torch.Tensor | None] = field(default_factory=dict)
-    places: tuple[torch.Tensor, torch.Tensor] | None = None  # slot and position of each row, (rows, 1)
+    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )  # by window: slot, column; (rows, 1)
+    states: dict[tuple[StateKind, int, int], torch.Tensor] = field(default_factory=dict)
 
 
-class ArenaCache(Cache):  # type: ignore[misc]
-    """The cache object handed to the model. `begin` sets the rows of a step; `beat` is called once a layer."""
+class ModelCache(Cache):  # type: ignore[misc]
+    """What the models ask any cache of ours: positions are passed explicitly and no masks are built."""
 
-    def __init__(self, arena: Arena, beat: Callable[[], None], *, deterministic: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
+        self.recurrent: torch.Tensor | None = (
+            None  # what `get_recurrent_state` gave last, for the scan (engine/scan.py)
+        )
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """Attention of one layer: query (rows, query_heads, tokens, key_dim) -> (rows, tokens, query_heads, value_dim)."""
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
+        """The models only ask for a default."""
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Only the new tokens."""
+        return query_length if isinstance(query_length, int) else int(query_length.shape[0]), 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a model passes to its attention function. softcap: scores become softcap * tanh(scores / softcap); sinks (query_heads,)."""
+
+    scaling: float | None
+    window: int
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class ArenaCache(ModelCache):
+    """The cache object handed to the model. `begin` sets the rows of a step, `end` finishes it; `beat` is called once a layer."""
+
+    def __init__(
+        self, arena: Arena, beat: Callable[[], None], layers: dict[int, LayerShape], *, deterministic: bool = False
+    ) -> None:
+        super().__init__()
         self.arena = arena
         self.beat = beat
         self.deterministic = deterministic
+        self.derived = {index for index, shape in layers.items() if shape.derived}
         self.rows = StepRows([], [], 0)
         self._planes: dict[PlaneRange, torch.Tensor] = {}
 
     def begin(self, slots: list[Slot], starts: list[int], token_count: int) -> None:
         """Announce the next forward pass, and make this cache the one that the attention function reads."""
         global _current
+        for slot, start in zip(slots, starts, strict=True):
+            self.arena.make_room(slot, start, start + token_count)
         self.rows = StepRows(slots, starts, token_count)
+        self.rows.states = self.arena.states.gather([slot.index for slot in slots])
         _current = self
+
+    def end(self) -> None:
+        """The forward pass is over: recurrent state goes back to its slots."""
+        self.arena.states.scatter([slot.index for slot in self.rows.slots])
+        self.recurrent = None
+        for slot, start in zip(self.rows.slots, self.rows.starts, strict=True):
+            slot.state_position = start + self.rows.token_count
+
+    # ------------------------------------------------------------ attention layers
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new rows into the slots. key_states (rows, heads, tokens, key_dim), value_states likewise; returned as they came."""
+        """Write new rows into the slots. key_states (rows, heads, tokens, key_dim), value_states likewise.
+
+        Returned as they came, save for layers that derive K and V from them: those get all rows that they attend to.
+        """
         self.beat()
-        count = self.rows.token_count
-        if count == 1 and len(self.rows.slots) > 1:
-            self._write_rows(self.arena.keys[layer_idx], key_states)
-            self._write_rows(self.arena.values[layer_idx], value_states)
-            return key_states, value_states
-        for row, (slot, start) in enumerate(zip(self.rows.slots, self.rows.starts, strict=True)):
-            self.arena.key_views[slot.index][layer_idx][:, start : start + count] = key_states[row]
-            self.arena.value_views[slot.index][layer_idx][:, start : start + count] = value_states[row]
+        rows, window = self.rows, self.arena.layer_windows[layer_idx]
+        count = rows.token_count
+        if count == 1 and len(rows.slots) > 1:
+            self._write_rows(self.arena.keys[layer_idx], window, key_states)
+            self._write_rows(self.arena.values[layer_idx], window, value_states)
+        else:
+            for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
+                at = start - slot.bases[window]
+                self.arena.key_views[slot.index][layer_idx][:, at : at + count] = key_states[row]
+                self.arena.value_views[slot.index][layer_idx][:, at : at + count] = value_states[row]
+        if layer_idx in self.derived:
+            size = self.arena.windows[window]
+            return self._context(self.arena.key_views, layer_idx, size), self._context(
+                self.arena.value_views, layer_idx, size
+            )
         return key_states, value_states
 
-    def _write_rows(self, planes: PlaneRange, states: torch.Tensor) -> None:
-        """One token of every row in one call: states (rows, heads, 1, dim) -> (slot, plane, position) of the arena."""
-        group = self.arena.groups[planes.group]
-        if self.rows.places is None:
-            slots = torch.tensor([slot.index for slot in self.rows.slots], device=group.device)[:, None]
-            self.rows.places = slots, torch.tensor(self.rows.starts, device=group.device)[:, None]
-        slots, positions = self.rows.places
-        group.index_put_((slots, self._plane_indices(planes), positions), states[:, :, 0])
+    def _write_rows(self, planes: PlaneRange, window: int, states: torch.Tensor) -> None:
+        """One token of every row in one call: states (rows, heads, 1, dim) -> (slot, plane, column) of the arena."""
+        group, rows = self.arena.groups[planes.group], self.rows
+        if window not in rows.places:
+            slots = torch.tensor([slot.index for slot in rows.slots], device=group.device)[:, None]
+            columns = [at - slot.bases[window] for slot, at in zip(rows.slots, rows.starts, strict=True)]
+            rows.places[window] = slots, torch.tensor(columns, device=group.device)[:, None]
+        slots, places = rows.places[window]
+        group.index_put_((slots, self._plane_indices(planes), places), states[:, :, 0])
 
     def _plane_indices(self, planes: PlaneRange) -> torch.Tensor:
         """The planes of a layer's K or V as an index (1, heads)."""
@@ -102,40 +171,179 @@ class ArenaCache(Cache):  # type: ignore[misc]
             self._planes[planes] = torch.arange(planes.start, planes.end, device=device)[None]
         return self._planes[planes]
 
-    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
-        """Positions are passed explicitly; the models only ask for a default."""
-        return 0
+    def _context(self, views: list[dict[int, torch.Tensor]], layer: int, window: int) -> torch.Tensor:
+        """All rows that the step attends to, (rows, heads, longest context, dim), shorter contexts padded with zeros."""
+        rows = []
+        for row, (slot, start) in enumerate(zip(self.rows.slots, self.rows.starts, strict=True)):
+            low, high = self._columns(row, layer, Span(start, start + self.rows.token_count, window))
+            rows.append(views[slot.index][layer][:, low:high])
+        if len(rows) == 1:
+            return rows[0][None]
+        longest = max(row.shape[1] for row in rows)
+        context = rows[0].new_zeros(len(rows), rows[0].shape[0], longest, rows[0].shape[2])
+        for index, given in enumerate(rows):
+            context[index, :, : given.shape[1]] = given
+        return context
 
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """No masks are built."""
-        return 0, 0
+    def _columns(self, row: int, layer: int, span: Span) -> tuple[int, int]:
+        """Columns of the layer's buffer that a row of the step attends to."""
+        base = self.rows.slots[row].bases[self.arena.layer_windows[layer]]
+        return span.first - base, span.end - base
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """Each row over its own slot; key and value count only for layers that derive them."""
+        rows, derived, plain = self.rows, layer in self.derived, options.softcap is None and options.sinks is None
+        if self.deterministic and not (plain and self.arena.append_only and not derived):
+            raise UnsupportedModel(
+                "engine.deterministic is kept for plain attention over all tokens only; this model has layers of another kind"
+            )
+        outputs = []
+        for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
+            span = Span(start, start + rows.token_count, options.window)
+            if self.deterministic:
+                views = self.arena.key_views[slot.index][layer], self.arena.value_views[slot.index][layer]
+                outputs.append(_attend_tiles(query[row], *views, rows, span, options.scaling))
+                continue
+            if derived:
+                context = span.end - span.first
+                keys, values = key[row, :, :context], value[row, :, :context]
+            else:
+                low, high = self._columns(row, layer, span)
+                keys = self.arena.key_views[slot.index][layer][:, low:high]
+                values = self.arena.value_views[slot.index][layer][:, low:high]
+            if not plain:
+                mask = _mask(rows, span, query.device) if rows.token_count > 1 else None
+                outputs.append(_attend_scores(query[row], keys, values, mask, options))
+            elif rows.token_count > _FOLD_TOKENS:
+                mask = _mask(rows, span, query.device)
+                outputs.append(_attend_grouped(query[row], keys, values, mask, options.scaling))
+            else:
+                outputs.append(_attend_folded(query[row], keys, values, rows, span, options.scaling))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2)
+
+    # ------------------------------------------------------------ layers with recurrent state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the step continues sequences: the first chunk of one starts from nothing."""
+        return self.rows.starts[0] > 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Last inputs of the convolution, (rows, channels, kernel); the models shift new ones in, in place."""
+        self.beat()
+        return self.rows.states["conv", layer_idx, state_idx] if self.rows.starts[0] else None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take in new inputs (rows, channels, tokens); returned with what the convolution must see before them."""
+        kept = self.rows.states["conv", layer_idx, state_idx]
+        size = kept.shape[-1]
+        if self.rows.starts[0]:
+            full = torch.cat([kept, conv_states], dim=-1)
+        else:
+            full = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        kept.copy_(full[..., -size:])
+        return full
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """(rows, ...) as the layer left it; None for a layer that has only a convolution."""
+        state = self.rows.states.get(("recurrent", layer_idx, state_idx)) if self.rows.starts[0] else None
+        self.recurrent = state
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace the state (rows, ...)."""
+        state = self.rows.states["recurrent", layer_idx, state_idx]
+        state.copy_(recurrent_states)
+        return state
 
 
-class ProbeCache(Cache):  # type: ignore[misc]
-    """Records what each layer stores, from one forward pass; refuses models with state of another kind."""
+class ProbeCache(ModelCache):
+    """Records what each layer stores, from one forward pass; keeps nothing."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, LayerShape] = {}
+        super().__init__()
+        self.layers_seen: dict[int, LayerShape] = {}
+        self.states: list[StateShape] = []
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """Make this cache the one that the attention function reads."""
+        global _current
+        _current = self
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the shape, keep nothing."""
-        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        """Note the shape."""
+        if key_states.shape[1] != value_states.shape[1]:
+            raise UnsupportedModel(
+                f"layer {layer_idx} stores K of {key_states.shape[1]} heads, V of {value_states.shape[1]}"
+            )
+        self._given[layer_idx] = key_states, value_states
+        self.layers_seen[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
-        """Nothing is stored."""
-        return 0
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """Note the window, and whether K and V are what was stored."""
+        if layer not in self.layers_seen:
+            raise UnsupportedModel(
+                f"attention layer {layer} reads K and V that it does not store: shared caches are unknown here"
+            )
+        stored, (given_key, given_value) = self.layers_seen[layer], self._given[layer]
+        derived = key is not given_key or value is not given_value
+        self.layers_seen[layer] = LayerShape(stored.heads, stored.key_dim, stored.value_dim, options.window, derived)
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
-    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Only the new tokens."""
-        count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return count, 0
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Nothing was seen yet."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """None yet."""
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """None yet."""
+        return None
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Note the shape."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        self.states.append(
+            StateShape(layer_idx, state_idx, "conv", (*conv_states.shape[1:-1], size), conv_states.dtype)
+        )
+        return F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Note the shape."""
+        shape = tuple(recurrent_states.shape[1:])
+        self.states.append(StateShape(layer_idx, state_idx, "recurrent", shape, recurrent_states.dtype))
+        return recurrent_states
 
 
-_current: ArenaCache | None = None
+_current: ModelCache | None = None
+
+
+def current() -> ModelCache:
+    """The cache that the last step was announced to."""
+    assert _current is not None, "begin was not called"
+    return _current
 
 
 def attend(
@@ -155,26 +363,10 @@ def attend(
 
     query   (rows, query_heads, tokens, key_dim); key and value are in the arena already
     Returns (rows, tokens, query_heads, value_dim)
-    Raises  UnsupportedModel for soft-capped scores and attention sinks
     """
-    if softcap is not None or s_aux is not None:
-        raise UnsupportedModel("attention with soft-capped scores or sinks is not supported yet")
-    assert _current is not None, "ArenaCache.begin was not called"
-    rows, arena, layer = _current.rows, _current.arena, int(module.layer_idx)  # type: ignore[arg-type]
-    outputs = []
-    for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
-        span = Span(start, start + rows.token_count, sliding_window or 0)
-        if _current.deterministic:
-            views = arena.key_views[slot.index][layer], arena.value_views[slot.index][layer]
-            outputs.append(_attend_tiles(query[row], *views, rows, span, scaling))
-            continue
-        keys = arena.key_views[slot.index][layer][:, span.first : span.end]
-        values = arena.value_views[slot.index][layer][:, span.first : span.end]
-        if rows.token_count > _FOLD_TOKENS:
-            outputs.append(_attend_grouped(query[row], keys, values, _mask(rows, span, query.device), scaling))
-        else:
-            outputs.append(_attend_folded(query[row], keys, values, rows, span, scaling))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2), None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    options = Options(scaling, sliding_window or 0, softcap, s_aux)
+    return current().attend(layer, query, key, value, options), None
 
 
 def _attend_grouped(
@@ -228,6 +420,27 @@ def _attend_folded(
         out = split_attention.attend(folded, keys, values, mask, scaling, pieces)
     else:
         out = F.scaled_dot_product_attention(folded[None], keys[None], values[None], attn_mask=mask, scale=scaling)
+    return out.reshape(1, query_heads, count, -1)
+
+
+def _attend_scores(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    """As `_attend_grouped`, with soft-capped scores and sinks: a sink takes its share of the softmax and gives no value."""
+    query_heads, count, dim = query.shape
+    kv_heads = keys.shape[0]
+    shared = query_heads // kv_heads
+    scale = options.scaling if options.scaling is not None else dim**-0.5
+    scores = query.reshape(kv_heads, shared * count, dim) @ keys.transpose(1, 2) * scale
+    scores = scores.reshape(query_heads, count, -1).float()
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks.float()[:, None, None].expand(-1, count, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]].to(values.dtype)
+    out = weights.reshape(kv_heads, shared * count, -1) @ values
     return out.reshape(1, query_heads, count, -1)
 
 

@@ -15,7 +15,8 @@ import structlog
 
 from engine import messages as m
 from engine.arena import Arena, Slot
-from engine.restore import Restore, Speeds
+from engine.plan import Damage
+from engine.restore import Restore, Speeds, extension
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
 
@@ -112,7 +113,7 @@ class Follower:
         if not idle:
             return None
         slot = max(idle, key=lambda slot: (self._shared(slot, message, tokens), not slot.length, -slot.last_used))
-        slot.length = self._shared(slot, message, tokens)
+        self.arena.cut(slot, self._shared(slot, message, tokens))
         slot.stored = slot.length
         slot.busy, slot.captured = True, True
         slot.namespace, slot.session, slot.adapter = message.namespace, message.session, message.adapter
@@ -143,15 +144,16 @@ class Follower:
         slot, start = known.slot, known.slot.length
         goal = min(known.count, start + BUSY_SLICE_TOKENS) if busy else known.count
         root = RootId(m.adapter_root(self.root, slot.adapter))
-        restore = Restore(root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, goal)
+        plan, damage = extension(self.arena, slot, goal), Damage()
+        restore = Restore(root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, plan, damage)
         restore.slice(finder, self.arena, slot, self.speeds)
-        slot.stored = slot.length
+        slot.stored, slot.filling = slot.length, False
         gained = slot.length - start
         self.restored_tokens += gained
         known.caught_up = gained == 0 or slot.length == known.count
         known.next_look = time.monotonic() + (0.0 if gained else LOOK_INTERVAL_S)
-        if restore.reason:
-            log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=restore.reason)
+        if damage.reason:
+            log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=damage.reason)
             known.next_look += 1.0
 
     def _tell(self, known: Followed) -> m.Followed:

@@ -28,6 +28,8 @@ from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.model import Model
 from engine.placement import choose_slot
+from engine.plan import Kinds, Plan, Resident, Stored, make_plan
+from engine.points import Points
 from engine.restore import Restore, Speeds, worth_restoring
 from engine.sampler import logprobs_of, sample
 from engine.schedule import Action, Kind, choose, exact_start
@@ -76,6 +78,7 @@ class Engine:
     root: RootId
     block_tokens: int
     prefill_chunk: int
+    points: Points
     keep_running: Callable[[], bool]
     grammars: Grammars
     adapters: Adapters
@@ -92,6 +95,11 @@ class Engine:
     stopping: bool = False
     stats_due: float = 0.0
     clock: int = 0
+
+    @property
+    def kinds(self) -> Kinds:
+        """What the model keeps, for plans."""
+        return self.arena.kinds
 
     # ------------------------------------------------------------ the loop
 
@@ -138,7 +146,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of what `choose` picks, its captures, and its tokens on their way."""
-        action = choose(self.active, self.spent_tokens, self.prefill_chunk)
+        action = choose(self.active, self.spent_tokens, self.prefill_chunk, self.points.prompt_tail_tokens)
         self.last_kind = action.kind
         self.spent_tokens = 0 if action.kind in ("decode", "idle") else self.spent_tokens + action.end - action.start
         if action.kind == "idle":
@@ -156,7 +164,9 @@ class Engine:
         if outputs:
             self._check_fence()
             self.link.send(m.Step(outputs))
+        self._take_points(action)
         self._retire()
+        self._write_points()
 
     # ------------------------------------------------------------ messages
 
@@ -286,6 +296,7 @@ class Engine:
             self._drop(sequence)
             if sequence.cursor is not None:
                 position = sequence.cursor.position
+        self._write_points(everything=True)
         self.link.send(m.Released(*key, position))
 
     def _truncate(self, sequence: Sequence, position: int) -> None:
@@ -302,6 +313,7 @@ class Engine:
         slot.stored = min(slot.stored, slot.length)
         if sequence.cursor:
             sequence.cursor.position = min(sequence.cursor.position, slot.length)
+            self.points.cut(sequence.cursor, slot.length)
 
     def _park(self, park: m.Park) -> None:
         """Take an idle session's slots off the device; a slot whose captures lag stays."""
@@ -315,7 +327,7 @@ class Engine:
                 continue
             position = max(position, slot.stored)
             if slot.stored >= slot.length:
-                _vacate(slot)
+                self._vacate(slot)
                 freed += 1
         self.link.send(m.Parked(park.request, freed, position))
 
@@ -343,9 +355,8 @@ class Engine:
             followed = self.follower.exact_count(choice.source) >= shared  # then these are the tiers' own rows
             if sequence.recovering and not followed and self._stored(sequence, tokens, limit) >= shared:
                 shared = 0
-            elif choice.source is not choice.target:
-                self.arena.copy_prefix(choice.source, choice.target, shared)
-            self._place(sequence, choice.target, shared, tokens, limit)
+            plan = self._plan(sequence, tokens, limit, self._resident(choice.source, shared))
+            self._place(sequence, choice.target, choice.source, plan, tokens)
 
     def _admissible(self, sequence: Sequence) -> bool:
         """Not while its grammar is compiled, nor while another sequence computes a prefix that it can take over (n > 1)."""
@@ -367,25 +378,53 @@ class Engine:
         shared = common_prefix(sequence.tokens[:-1], other.tokens[: other.submit.prompt_count])
         return shared - other.slot.length >= self.block_tokens
 
-    def _place(self, sequence: Sequence, slot: Slot, shared: int, tokens: np.ndarray, limit: int) -> None:
-        """Take over a slot whose first `shared` tokens are right, and plan what to restore beyond them."""
+    def _place(self, sequence: Sequence, slot: Slot, source: Slot, plan: Plan, tokens: np.ndarray) -> None:
+        """Take over a slot, with what the plan uses of `source` (the slot itself, or another), and begin what is to be restored."""
         submit = sequence.submit
         self._abandon(slot)
         self.follower.used(slot)
+        if source is not slot:
+            self.arena.forget(slot)
+            if plan.device:
+                self.arena.copy_prefix(source, slot, plan.device)
         self.clock += 1
         slot.busy, slot.last_used = True, self.clock
         slot.namespace, slot.session, slot.captured = submit.namespace, submit.session, submit.capture
         slot.adapter = submit.adapter
         slot.tokens[: len(tokens)] = tokens
-        goal = self._restorable(sequence, tokens, shared, limit)
-        goal = self._exact(sequence, goal)
-        slot.length = min(shared, goal)
+        self.arena.cut(slot, plan.kept)
+        slot.length = plan.device
         slot.stored = min(slot.stored, slot.length)
         sequence.slot, sequence.device_tokens = slot, slot.length
-        if goal > slot.length:
-            sequence.restore = Restore(self._root_of(sequence), submit.namespace, tokens, self.block_tokens, goal)
-        else:
+        self._follow(sequence, plan)
+
+    def _follow(self, sequence: Sequence, plan: Plan) -> None:
+        """Put back what the plan says: state that is on the device now, the rest by slices of a restore."""
+        slot = sequence.slot
+        assert slot is not None, "planned without a slot"
+        sequence.reason = sequence.damage.reason or plan.reason or sequence.reason
+        if not plan.goal:
+            slot.bases = [0] * len(slot.bases)
+        if plan.goal < plan.matched and self.points.wanted and not plan.goal:
+            self.points.missing += 1
+        if self.points.wanted and plan.goal and plan.point is None and slot.state_position != plan.goal:
+            self.arena.states.put(slot.index, slot.points[plan.goal].state)
+            slot.state_position = plan.goal
+        if not plan.from_tiers:
+            slot.filling = False
             self._begin(sequence)
+            return
+        earlier = sequence.restore
+        sequence.restore = Restore(
+            self._root_of(sequence),
+            sequence.submit.namespace,
+            sequence.array(),
+            self.block_tokens,
+            plan,
+            sequence.damage,
+        )
+        if earlier is not None:
+            sequence.restore.carry(earlier)
 
     def _root_of(self, sequence: Sequence) -> RootId:
         """What the sequence's state depends on: the model's root, or that of its adapter over it."""
@@ -402,30 +441,46 @@ class Engine:
         )
         return extents[-1].token_end if extents else 0
 
-    def _restorable(self, sequence: Sequence, tokens: np.ndarray, shared: int, limit: int) -> int:
-        """The position up to which state is to be put back: on the device already, or worth restoring."""
-        extents = self.finder.find(
-            self._root_of(sequence),
-            sequence.submit.namespace,
-            tokens,
-            limit=limit,
-            start=shared,
-            block_tokens=self.block_tokens,
-        )
-        if not extents:
-            return shared
-        goal = extents[-1].token_end
-        if not worth_restoring(goal - shared, self.arena.layout.token_bytes, self.speeds):
-            sequence.reason = "computing is faster than restoring here"
-            return shared
-        return goal
+    def _resident(self, slot: Slot, shared: int) -> Resident:
+        """What of a token list's first `shared` tokens a slot holds."""
+        if not shared:
+            return Resident()
+        live = slot.state_position if slot.state_position <= shared else -1
+        return Resident(shared, tuple(slot.bases[1:]), live, frozenset(at for at in slot.points if at <= shared))
+
+    def _plan(self, sequence: Sequence, tokens: np.ndarray, limit: int, resident: Resident) -> Plan:
+        """Where to go on from: on the device already, or worth restoring."""
+        stored = self._find(sequence, tokens, limit, resident)
+        best = make_plan(self.kinds, resident, stored, lambda at: self._exact(sequence, at))
+        if best.goal <= resident.shared and not best.from_tiers:
+            return best
+        without = make_plan(self.kinds, resident, Stored(), lambda at: self._exact(sequence, at))
+        byte_count = (best.goal - best.device) * self.arena.layout.token_bytes + self.arena.states.state_bytes
+        if worth_restoring(best.goal - without.goal, byte_count, self.speeds):
+            return best
+        sequence.reason = "computing is faster than restoring here"
+        return without
+
+    def _find(self, sequence: Sequence, tokens: np.ndarray, limit: int, resident: Resident) -> Stored:
+        """What the tiers hold of a token list that was not found damaged."""
+        damage, namespace = sequence.damage, sequence.submit.namespace
+        start = resident.shared if self.kinds.append_only else 0
+        limit = min(limit, damage.limit)
+        with self.finder.reading() as read:
+            root = self._root_of(sequence)
+            extents = read.find(root, namespace, tokens, limit=limit, start=start, block_tokens=self.block_tokens)
+            if not self.kinds.recurrent:
+                return Stored(extents)
+            points = read.points(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens)
+            return Stored(extents, [point for point in points if point.position not in damage.points])
 
     def _exact(self, sequence: Sequence, position: int) -> int:
         """Where to go on from, so that a recovery's prefill has the same bits as the first time."""
         submit = sequence.submit
         nothing_delivered = sequence.submitted_count == submit.prompt_count
         if sequence.recovering and (position < submit.prompt_count or nothing_delivered):
-            return exact_start(position, max(0, submit.prefill_start), submit.prompt_count, self.prefill_chunk)
+            start, tail = max(0, submit.prefill_start), self.points.prompt_tail_tokens
+            return exact_start(position, start, submit.prompt_count, self.prefill_chunk, tail)
         return position
 
     def _restore(self, sequence: Sequence) -> None:
@@ -433,12 +488,19 @@ class Engine:
         assert restore is not None and slot is not None, "scheduled without a restore"
         if not restore.slice(self.finder, self.arena, slot, self.speeds):
             return
-        slot.stored = slot.length
-        self.counters.restored_tokens += sum(restore.reused.values())
+        self.counters.restored_tokens += sum(restore.reused.values()) - restore.carried
         self.counters.bad_blocks += restore.bad_blocks
-        sequence.reason = restore.reason or sequence.reason
-        slot.length = self._exact(sequence, slot.length)
-        self._begin(sequence)
+        if restore.complete(slot):
+            slot.stored, slot.filling = slot.length, False
+            self._begin(sequence)
+            return
+        # Damage, or the keeper dropped something meanwhile: go on from what is left.
+        tokens = sequence.array()
+        rows = min(slot.length, sequence.damage.limit) if self.kinds.append_only else sequence.device_tokens
+        points = frozenset(at for at in slot.points if at <= rows)
+        plan = self._plan(sequence, tokens, len(tokens) - 1, Resident(rows, (), -1, points))
+        slot.length = plan.device
+        self._follow(sequence, plan)
 
     def _begin(self, sequence: Sequence) -> None:
         """The prefix is in place: open the capture, tell what was reused, go on with computing."""
@@ -446,6 +508,7 @@ class Engine:
         assert slot is not None, "begun without a slot"
         slot.stored = min(slot.stored, slot.length)
         sequence.computed = slot.length
+        self.points.restored(slot)
         if self.capture and submit.capture:
             sequence.cursor = self.capture.cursor(submit.stream, submit.epoch, slot.stored)
         now = time.monotonic()
@@ -520,6 +583,27 @@ class Engine:
         if self.page.fenced:
             raise Fenced(f"{self.name} was replaced while it stood still; another engine owns its streams")
 
+    def _take_points(self, action: Action) -> None:
+        """After the step's tokens are on their way: copies of recurrent state where they are due."""
+        for sequence in action.rows if self.points.wanted else ():
+            slot = sequence.slot
+            if slot is None or action.kind not in ("prefill", "decode"):
+                continue
+            if action.kind == "prefill":
+                self.points.after_prefill(slot, sequence.cursor, sequence.computed, sequence.submit.prompt_count)
+            else:
+                self.points.after_decode(slot, sequence.cursor, sequence.computed)
+
+    def _write_points(self, *, everything: bool = False) -> None:
+        """Points that wait -> the lane; then sequences that ended and waited for theirs are closed."""
+        if not self.capture or not self.points.waiting:
+            return
+        self.points.write(self.capture, everything=everything)
+        for cursor, slot in list(self.lagging):
+            if (cursor.position >= slot.length or cursor.lost) and not self.points.pending(cursor):
+                self.capture.close(cursor)
+                self.lagging.remove((cursor, slot))
+
     def _sample(self, sequence: Sequence, logits: torch.Tensor) -> list[m.Output]:
         """Draw the next token of a sequence whose whole list is computed; nothing if its grammar can't be followed."""
         submit, position = sequence.submit, len(sequence.tokens)
@@ -577,15 +661,19 @@ class Engine:
         slot.busy = False
         self.clock += 1
         slot.last_used = self.clock
+        if slot.filling:
+            self._vacate(slot)  # ended while it was restored: windows and state are not whole
+            return
+        self.points.at_tip(slot, cursor if self.capture else None)
         if self.capture and cursor:
-            if self.capture.advance(cursor, slot):
+            if self.capture.advance(cursor, slot) and not self.points.pending(cursor):
                 self.capture.close(cursor)
             else:
                 self.lagging.append((cursor, slot))
             slot.stored = max(slot.stored, cursor.position)
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
         if not sequence.submit.capture:
-            _vacate(slot)
+            self._vacate(slot)
 
     def _catch_up(self) -> None:
         """Take captures for which the lane had no room."""
@@ -593,18 +681,26 @@ class Engine:
             if self.capture and sequence.cursor and sequence.slot:
                 self.capture.advance(sequence.cursor, sequence.slot)
                 sequence.slot.stored = max(sequence.slot.stored, sequence.cursor.position)
+        self._write_points(everything=True)
         for cursor, slot in list(self.lagging):
-            if self.capture and self.capture.advance(cursor, slot):
+            if self.capture and self.capture.advance(cursor, slot) and not self.points.pending(cursor):
                 self.capture.close(cursor)
-                slot.stored = slot.length
+                slot.stored = max(slot.stored, cursor.position)
                 self.lagging.remove((cursor, slot))
 
     def _abandon(self, slot: Slot) -> None:
         """A slot is taken over: what of it was never captured is lost to the tiers, and only costs recomputing."""
+        if self.capture and any(lagging is slot for _, lagging in self.lagging):
+            self._catch_up()
         for cursor, lagging in list(self.lagging):
             if lagging is slot:
                 log.warning("capture.abandoned", stream=cursor.stream, captured=cursor.position, computed=slot.length)
                 self.lagging.remove((cursor, lagging))
+
+    def _vacate(self, slot: Slot) -> None:
+        self.arena.forget(slot)
+        slot.session = slot.namespace = ""
+        slot.captured = True
 
     def _capture_everything(self) -> None:
         self._catch_up()
@@ -648,6 +744,14 @@ class Engine:
             lane_free_bytes=capture.lane.free_bytes if capture else 0,
             bad_blocks=counters.bad_blocks,
             capture_lag_tokens=sum(slot.length - slot.stored for slot in resident if slot.captured),
+            points_taken=self.points.taken,
+            points_resident=sum(len(slot.points) for slot in resident),
+            points_written=self.points.written,
+            point_bytes=self.points.written_bytes,
+            points_waiting=len(self.points.waiting),
+            points_dropped=self.points.dropped,
+            points_missing=self.points.missing,
+            windows_lost=capture.windows_lost if capture else 0,
             prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
             restore_bytes_per_s=self.speeds.restore_bytes_per_s,
             decode_step_ms=counters.decode_step_ms,
@@ -655,12 +759,6 @@ class Engine:
             followed_tokens=sum(known.slot.length for known in self.follower.follows.values()),
             followed_restored_tokens=self.follower.restored_tokens,
         )
-
-
-def _vacate(slot: Slot) -> None:
-    slot.length = slot.stored = 0
-    slot.session = slot.namespace = ""
-    slot.captured = True
 
 
 def _reused(sequence: Sequence) -> dict[str, int]:

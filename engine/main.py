@@ -26,13 +26,15 @@ from engine.arena import Arena
 from engine.attention import ArenaCache
 from engine.capture import Capture
 from engine.capture.device_rows import for_engine
+from engine.check import self_check
 from engine.errors import Fenced, UnsupportedModel
 from engine.exactness import check_exact
 from engine.follow import Follower
 from engine.grammar import Grammars
 from engine.link import GatewayLink
 from engine.loop import Engine
-from engine.model import Model, load, self_check
+from engine.model import Model, load
+from engine.points import Points
 from engine.restore import Speeds
 from engine.settings import EngineSettings
 from engine.status_page import StatusPage
@@ -115,10 +117,19 @@ def build(
     """Load the model, allocate the arena, open lane and store, and measure what restore decisions lean on."""
     model = load(Path(settings["model_dir"]), settings["model_name"], options)
     page.beat()
-    arena = Arena.allocate(model.layers, options.slots, model.context_tokens, model.dtype, model.device)
+    arena = Arena.allocate(
+        model.layers,
+        options.slots,
+        model.context_tokens,
+        model.dtype,
+        model.device,
+        states=model.states,
+        step_tokens=options.prefill_chunk,
+        block_tokens=tiers.block_tokens,
+    )
     arena.prefault(options.prefault_tokens)
     page.beat()
-    cache = ArenaCache(arena, page.beat, deterministic=options.deterministic)
+    cache = ArenaCache(arena, page.beat, model.layers, deterministic=options.deterministic)
     self_check(model, arena, cache)
     if options.deterministic:
         check_exact(model, arena, cache, options.prefill_chunk)
@@ -150,6 +161,7 @@ def build(
         root=root,
         block_tokens=tiers.block_tokens,
         prefill_chunk=options.prefill_chunk,
+        points=Points(arena, options.point_tail_tokens, options.point_answer_tokens, options.points_resident),
         keep_running=HostLease(paths.host_lock),
         adapters=Adapters(model.module),
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
@@ -166,10 +178,13 @@ def measure(model: Model, arena: Arena, cache: ArenaCache) -> Speeds:
     model.forward([[3] * count], [0], cache, logits=False)
     prefill_s = time.perf_counter() - began
     frame = np.zeros(arena.layout.frame_bytes(count), dtype=np.uint8)
+    state = np.zeros(arena.states.state_bytes, dtype=np.uint8)
     began = time.perf_counter()
     arena.copy_in(slot, 0, frame, count, (0, count))
+    arena.states.put(slot.index, state)
     copy_s = max(1e-6, time.perf_counter() - began)
-    return Speeds(count / prefill_s, min(2e9, frame.nbytes / copy_s))
+    arena.forget(slot)
+    return Speeds(count / prefill_s, max(1e6, min(2e9, (frame.nbytes + state.nbytes) / copy_s)))
 
 
 def thread_count(options: EngineSettings, engine_count: int) -> int:

@@ -1,7 +1,7 @@
-"""Load a model, learn what state it keeps, and prove that our attention computes what the model's own does.
+"""Load a model and learn what state it keeps. Used once, at the start of an engine process, on its main thread.
 
-Used once, at the start of an engine process, on its main thread. Shapes come from a probe forward pass, so there is no code
-per architecture. A model whose cached answers differ from its own full forward pass is refused: never served wrong.
+Shapes, kinds and windows come from a probe forward pass, so there is no code per architecture. What keeps its state in a way
+that is not known here is refused with the reason; `engine/check.py` then proves that what is served is the model's own answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ import torch
 import xxhash
 
 from engine import attention
-from engine.arena import Arena, LayerShape
+from engine.arena import LayerShape
 from engine.errors import UnsupportedModel
 from engine.linear import pack_linear_layers
+from engine.scan import continue_scans
 from engine.settings import EngineSettings
+from engine.states import StateShape
 from tiers.layout import Layout, RootId
 
-# Largest difference of logits, relative to their spread, that counts as "the same model" (float32: seen below 1e-5).
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+_UNKNOWN_LAYERS = {
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+    "indexed_attention",
+}
 _KEYS_WITHOUT_EFFECT = {
     "_name_or_path",
     "_model_name_or_path",
@@ -46,21 +54,28 @@ class Model:
     dtype: torch.dtype
     context_tokens: int
     vocab_count: int
-    layers: list[LayerShape]
+    layers: dict[int, LayerShape]  # attention layers by index
+    states: list[StateShape]
     weights_digest: str
     cache_argument: str
+    own_attention: str  # implementation of transformers that answers are checked against
     stop_tokens: tuple[int, ...] = ()
 
     @torch.inference_mode()
-    def forward(self, tokens: list[list[int]], starts: list[int], cache: Any, *, logits: bool) -> torch.Tensor | None:
+    def forward(
+        self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache, *, logits: bool
+    ) -> torch.Tensor | None:
         """Run the rows of a step: tokens (rows, count), each row from its own position. Returns logits (rows, vocab) of the last column."""
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs = {"input_ids": ids, "position_ids": positions, self.cache_argument: cache, "use_cache": True}
         if not logits:
             self.module.base_model(**inputs)
+            cache.end()
             return None
-        return self.module(**inputs, logits_to_keep=1).logits[:, -1]
+        last = self.module(**inputs, logits_to_keep=1).logits[:, -1]
+        cache.end()
+        return last
 
     def root(self, layout: Layout, block_tokens: int, *, deterministic: bool = False) -> RootId:
         """Fingerprint of everything that the numbers in a frame depend on."""
@@ -75,6 +90,8 @@ class Model:
         }
         if deterministic:
             facts["deterministic"] = {"threads": torch.get_num_threads()}
+        if layout.windows or self.states:
+            facts |= {"windows": layout.windows, "states": [(s.key, s.shape, str(s.dtype)) for s in self.states]}
         text = json.dumps(facts, sort_keys=True, default=str)
         return RootId(hashlib.blake2b(text.encode(), digest_size=16, person=b"concordia-state").digest())
 
@@ -88,20 +105,16 @@ def choose_device(setting: str) -> torch.device:
 
 def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     """Load weights and tell the model's shape. Raises UnsupportedModel with the reason."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     device = choose_device(settings.device)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     dtype = _dtype(settings.dtype, device, config)
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
-    except ValueError as error:
-        raise UnsupportedModel(f"{name}: transformers can't load it: {error}") from error
+    module, own_attention = _load_weights(directory, name, dtype)
     module = module.to(device).eval()
     if device.type == "cpu" and dtype == torch.float32:
         pack_linear_layers(module)
+    continue_scans(module)
     parameters = inspect.signature(module.base_model.forward).parameters
     model = Model(
         name=name,
@@ -110,39 +123,35 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
         dtype=dtype,
         context_tokens=settings.context_tokens or _context_of(config),
         vocab_count=module.get_input_embeddings().weight.shape[0],
-        layers=[],
+        layers={},
+        states=[],
         weights_digest=digest_weights(directory),
-        cache_argument="cache" if "cache" in parameters else "past_key_values",
+        cache_argument=next((n for n in _CACHE_ARGUMENTS if n in parameters), "cache"),
+        own_attention=own_attention,
         stop_tokens=_stop_tokens(module),
     )
-    model.layers = _probe(model)
-    module.set_attn_implementation(attention.NAME)
+    if model.own_attention:
+        module.set_attn_implementation(attention.NAME)
+    model.layers, model.states = _probe(model)
+    _refuse_unseen_windows(model)
     return model
 
 
-def self_check(model: Model, arena: Arena, cache: attention.ArenaCache) -> None:
-    """Compare a chunk and decode steps through the arena with one full forward pass. Raises UnsupportedModel if they differ."""
-    count = min(24, model.context_tokens)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, model.vocab_count, (count,), generator=generator).tolist()
-    slot, chunk = arena.slots[0], count - 4
-    cache.begin([slot], [0], chunk)
-    ours = [model.forward([tokens[:chunk]], [0], cache, logits=True)]
-    for position in range(chunk, count):
-        cache.begin([slot], [position], 1)
-        ours.append(model.forward([[tokens[position]]], [position], cache, logits=True))
-    model.module.set_attn_implementation("sdpa")
-    with torch.inference_mode():
-        theirs = model.module(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
-    model.module.set_attn_implementation(attention.NAME)
-    expected = theirs[chunk - 1 :].float()
-    got = torch.cat([row for row in ours if row is not None]).float()
-    difference = float((got - expected).abs().max() / expected.std().clamp_min(1e-6))
-    if not difference < _TOLERANCE[model.dtype]:
-        raise UnsupportedModel(
-            f"{model.name}: answers computed from cached state differ from the model's own by {difference:.2g} of their "
-            "spread; this architecture keeps state that Concordia does not capture yet"
-        )
+def _load_weights(directory: Path, name: str, dtype: torch.dtype) -> tuple[Any, str]:
+    """The module, and the first of transformers' attention implementations that it takes ("" if it has no attention)."""
+    from transformers import AutoModelForCausalLM
+
+    errors = []
+    for implementation in ("sdpa", "eager"):
+        try:
+            module = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, attn_implementation=implementation, local_files_only=True
+            )
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        return module, implementation
+    raise UnsupportedModel(f"{name}: transformers can't load it: {errors[0]}")
 
 
 def digest_weights(directory: Path) -> str:
@@ -180,20 +189,39 @@ def _context_of(config: Any) -> int:
     return int(context)
 
 
-def _probe(model: Model) -> list[LayerShape]:
+def _probe(model: Model) -> tuple[dict[int, LayerShape], list[StateShape]]:
     """Shapes of every layer's state, from a forward pass of two tokens."""
     cache = attention.ProbeCache()
+    cache.begin()
     inputs = {"input_ids": torch.tensor([[3, 4]], device=model.device), model.cache_argument: cache, "use_cache": True}
     try:
         with torch.inference_mode():
             model.module.base_model(**inputs)
-    except (AttributeError, TypeError, NotImplementedError, IndexError, ValueError) as error:
+    except (AttributeError, TypeError, NotImplementedError, IndexError, KeyError, ValueError) as error:
         raise UnsupportedModel(
-            f"{model.name} keeps state beside attention K and V ({error}); only attention layers are captured yet"
+            f"{model.name} keeps its state in a way that is not known here ({type(error).__name__}: {error})"
         ) from error
-    layers = model.module.config.get_text_config().num_hidden_layers
-    if sorted(cache.shapes) != list(range(layers)):
+    if not cache.layers_seen and not cache.states:
         raise UnsupportedModel(
-            f"{model.name}: only {len(cache.shapes)} of {layers} layers keep attention K and V; other state is not captured yet"
+            f"{model.name} keeps no state in the cache that it is given; what it keeps elsewhere can't be captured"
         )
-    return [cache.shapes[index] for index in range(layers)]
+    return cache.layers_seen, cache.states
+
+
+def _refuse_unseen_windows(model: Model) -> None:
+    """Refuse a model whose configuration declares windows which its attention did not ask for: they are in masks that we don't build."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    config = model.module.config.get_text_config(decoder=True)
+    try:
+        types, arguments = get_layer_types_and_kwargs(config)
+    except (AttributeError, TypeError, KeyError):
+        return  # nothing declared; the check of answers is what is left
+    for index, (kind, options) in enumerate(zip(types, arguments, strict=True)):
+        layer, window = model.layers.get(index), options.get("sliding_window") or 0
+        if kind in _UNKNOWN_LAYERS:
+            raise UnsupportedModel(f"{model.name}: layer {index} is of kind {kind}, which is not known here")
+        if layer is not None and window and layer.window != window and window < model.context_tokens:
+            raise UnsupportedModel(
+                f"{model.name}: layer {index} declares a window of {window} tokens, but attends with one of {layer.window or 'all'}"
+            )

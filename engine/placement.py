@@ -30,7 +30,11 @@ def choose_slot(
     idle = [slot for slot in slots if not slot.busy]
     if not idle:
         return None
-    same_tenant = [slot for slot in slots if (slot.namespace, slot.adapter) == (namespace, adapter) and slot.length]
+    same_tenant = [
+        slot
+        for slot in slots
+        if (slot.namespace, slot.adapter) == (namespace, adapter) and slot.length and not slot.filling
+    ]
     shared = {slot.index: min(slot.common_prefix(tokens), limit) for slot in same_tenant}
     best = max(same_tenant, key=lambda slot: (shared[slot.index], not slot.busy), default=None)
     if best is None or not shared[best.index]:

@@ -1,8 +1,8 @@
 """Stage *restore*: stored state of a prefix -> the arena. A slice at a time, between steps, on the engine's main thread.
 
 What to restore is planned once, purely, from what the prefix look-up found and from measured speeds; a slice copies some
-megabytes straight from the mapped store or lane into the slot. A block that fails its checksum ends the restore there:
-the rest is computed again, and the answer says so.
+megabytes straight from the mapped store or lane into the slot. Window layers get the rows of their window only. What fails its
+checksum ends the restore there and is noted; the loop plans again without it, and the answer says so.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from engine.arena import Arena, Slot
+from engine.plan import Damage, Plan
 from tiers.errors import Lost, StoreFailed
 from tiers.layout import RootId
 from tiers.prefix import Extent, PrefixFinder, Reading
@@ -41,26 +42,53 @@ class Speeds:
             self.restore_bytes_per_s += 0.2 * (byte_count / seconds - self.restore_bytes_per_s)
 
 
-def worth_restoring(token_count: int, token_bytes: int, speeds: Speeds) -> bool:
-    """Whether putting this many tokens back is expected to beat computing them."""
-    restore_s = token_count * token_bytes / speeds.restore_bytes_per_s
-    return restore_s < token_count / speeds.prefill_tokens_per_s
+def worth_restoring(token_count: int, byte_count: int, speeds: Speeds) -> bool:
+    """Whether putting these bytes back is expected to beat computing that many tokens."""
+    return byte_count / speeds.restore_bytes_per_s < token_count / speeds.prefill_tokens_per_s
+
+
+def extension(arena: Arena, slot: Slot, goal: int) -> Plan:
+    """Go on with rows only, from the slot's length to `goal`: the windows too, or those before `goal` where they don't reach.
+
+    Recurrent state is left alone: whoever goes on from here takes a rollback point.
+    """
+    start, windows = slot.length, len(arena.windows) - 1
+    if arena.windows_reach(slot, start) and goal - start <= arena.step_tokens:
+        arena.make_room(slot, start, goal)
+        return Plan(goal, start, (start,) * windows)
+    return Plan(goal, start, tuple(arena.needed_from(at, goal) for at in range(1, windows + 1)))
 
 
 @dataclass(slots=True)
 class Restore:
-    """A restore in progress: the slot is to be filled from its length up to `goal` from what the tiers hold of `tokens`."""
+    """A restore in progress: what `plan` takes from the tiers goes into the slot, whose first `plan.device` tokens are right.
+
+    reused  tokens by tier; at  position up to which this has come; done  nothing is left to copy, or damage ended it
+    """
 
     root: RootId
     namespace: str
     tokens: np.ndarray
     block_tokens: int
-    goal: int
+    plan: Plan
+    damage: Damage
     reused: dict[str, int] = field(default_factory=dict)
-    reason: str = ""
     bad_blocks: int = 0
     seconds: float = 0.0
     overtaken: int = 0
+    at: int = -1
+    done: bool = False
+    failed: bool = False
+    carried: int = 0
+
+    def carry(self, earlier: Restore) -> None:
+        """Go on with the accounts of a restore that met damage."""
+        self.reused, self.seconds = dict(earlier.reused), earlier.seconds
+        self.carried = sum(self.reused.values())
+
+    def complete(self, slot: Slot) -> bool:
+        """Everything that was planned is in place."""
+        return self.done and slot.length == self.plan.goal and self.at >= self.plan.goal and not self.failed
 
     def slice(self, finder: PrefixFinder, arena: Arena, slot: Slot, speeds: Speeds) -> bool:
         """Copy about `_SLICE_BYTES` more; True when nothing is left to copy.
@@ -68,51 +96,99 @@ class Restore:
         Each slice looks the prefix up anew, in the snapshot that it reads from: what the keeper moves from the lane to
         the disk, or seals, between two slices is found where it is by then.
         """
-        began, start = time.perf_counter(), slot.length
-        copied: dict[str, int] = {}
+        began = time.perf_counter()
+        if self.at < 0:
+            self._begin(arena, slot)
+        start, length, copied = self.at, slot.length, dict[str, int]()
         try:
             with finder.reading() as read:
-                found = read.find(
-                    self.root, self.namespace, self.tokens, limit=self.goal, start=start, block_tokens=self.block_tokens
-                )
-                self._copy(found, read, arena, slot, copied)
+                self._state(read, arena, slot)
+                if not self.done:
+                    self._rows(read, arena, slot, copied)
         except (Lost, StoreFailed) as error:
-            self._overtaken(error, slot, start, copied)
+            self._overtaken(error, slot, start, length, copied)
         for tier, count in copied.items():
             self.reused[tier] = self.reused.get(tier, 0) + count
         seconds = time.perf_counter() - began
         self.seconds += seconds
-        speeds.saw_restore((slot.length - start) * arena.layout.token_bytes, seconds)
-        return slot.length >= self.goal
+        speeds.saw_restore((self.at - start) * arena.layout.token_bytes, seconds)
+        return self.done
 
-    def _copy(self, extents: list[Extent], read: Reading, arena: Arena, slot: Slot, copied: dict[str, int]) -> None:
-        room = max(1, _SLICE_BYTES // arena.layout.token_bytes)
-        for extent in extents:
+    def _begin(self, arena: Arena, slot: Slot) -> None:
+        plan = self.plan
+        slot.filling = not arena.append_only
+        for window, first in enumerate(plan.firsts, 1):
+            extends = first == plan.device and slot.bases[window] <= arena.needed_from(window, first)
+            if first < plan.goal and not extends:
+                slot.bases[window] = first
+        self.at = min([plan.device, *plan.firsts])
+
+    def _state(self, read: Reading, arena: Arena, slot: Slot) -> None:
+        """The recurrent state first: without it, the rows are of no use."""
+        point, position = self.plan.point, self.plan.goal
+        if point is None or slot.state_position == position:
+            return
+        try:
+            arena.states.put(slot.index, read.point(point))
+            slot.state_position = position
+        except (Lost, StoreFailed) as error:
+            self.bad_blocks += 1
+            self.damage.points.add(position)
+            self._give_up(f"the rollback point at {position} is damaged", error)
+
+    def _rows(self, read: Reading, arena: Arena, slot: Slot, copied: dict[str, int]) -> None:
+        plan = self.plan
+        room = max(1, _SLICE_BYTES // max(1, arena.layout.token_bytes))
+        found = read.find(
+            self.root, self.namespace, self.tokens, limit=plan.goal, start=self.at, block_tokens=self.block_tokens
+        )
+        for extent in found:
             if room <= 0:
                 return
             try:
-                frame, frame_tokens, take_start, take_end, _ = read(extent)
+                self._copy(extent, read, arena, slot)
             except (Lost, StoreFailed) as error:
                 self.bad_blocks += 1
-                self._give_up(slot, f"stored state is damaged from position {slot.length}", error)
+                self.damage.limit = self.at
+                self._give_up(f"stored state is damaged from position {self.at}", error)
                 return
-            count = take_end - take_start
-            arena.copy_in(slot, slot.length, frame, frame_tokens, (take_start, take_end))
-            slot.length += count
-            room -= count
-            copied[extent.tier] = copied.get(extent.tier, 0) + count
-        if room > 0:
-            self.goal = slot.length
+            room -= extent.token_count
+            self.at = extent.token_end
+            fresh = max(0, self.at - slot.length)
+            slot.length += fresh
+            if fresh:
+                copied[extent.tier] = copied.get(extent.tier, 0) + fresh
+        if self.at >= plan.goal:
+            self.done = True
+        elif room > 0:  # it has gone since it was planned
+            self.damage.limit = self.at
+            self.done = self.failed = True
 
-    def _overtaken(self, error: Lost | StoreFailed, slot: Slot, start: int, copied: dict[str, int]) -> None:
+    def _copy(self, extent: Extent, read: Reading, arena: Arena, slot: Slot) -> None:
+        plan = self.plan
+        firsts = [max(plan.device, extent.token_start), *plan.firsts]
+        wanted = [firsts[at] for at in set(arena.group_windows)]
+        if not wanted or min(wanted) >= extent.token_end:
+            return  # nothing but window rows, and none of these
+        frame, frame_tokens, take_start, take_end, groups = read(extent)
+        arena.copy_in(
+            slot, extent.token_start, frame, frame_tokens, (take_start, take_end), firsts=firsts, groups=groups
+        )
+
+    def _overtaken(
+        self, error: Lost | StoreFailed, slot: Slot, start: int, length: int, copied: dict[str, int]
+    ) -> None:
         """A writer overwrote a record of the lane while it was copied: undo the slice; it is on disk by now."""
-        slot.length = start
+        slot.length, self.at, self.done = length, start, False
+        if self.plan.point is not None:
+            slot.state_position = -1
         copied.clear()
         self.overtaken += 1
         if self.overtaken > 3:
-            self._give_up(slot, "stored state was overwritten while it was read", error)
+            self.damage.limit = self.at
+            self._give_up("stored state was overwritten while it was read", error)
 
-    def _give_up(self, slot: Slot, reason: str, error: Lost | StoreFailed) -> None:
-        log.warning("restore.stopped", position=slot.length, reason=reason, error=str(error))
-        self.reason = reason
-        self.goal = slot.length
+    def _give_up(self, reason: str, error: Lost | StoreFailed) -> None:
+        log.warning("restore.stopped", position=self.at, reason=reason, error=str(error))
+        self.damage.reason = reason
+        self.done = self.failed = True

@@ -16,6 +16,7 @@ from engine.arena import Slot
 from engine.capture import Cursor
 from engine.grammar import Matcher
 from engine.messages import Output, Started, Submit, unpack_tokens
+from engine.plan import Damage
 from engine.restore import Restore
 
 
@@ -30,6 +31,7 @@ class Sequence:
     slot: Slot | None = None
     cursor: Cursor | None = None
     restore: Restore | None = None
+    damage: Damage = field(default_factory=Damage)
     computed: int = 0
     finish: str = ""
     started: Started | None = None

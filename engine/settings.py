@@ -20,6 +20,9 @@ class EngineSettings:
     drain_s          how long SIGTERM lets streams be moved to other engines before the engine ends
     deterministic    an answer has the same bits whatever runs beside it, dies, or was cached; slower; refused where it can't be kept
     adapters         LoRA adapters that are there from the start: `name=directory`, several separated by commas
+    point_tail_tokens    models with recurrent state: least distance of a rollback point before the end of a prompt
+    point_answer_tokens  and a point every so many tokens of an answer
+    points_resident      most rollback points kept on the device for one sequence; older ones are thinned out
     capture          copy what each step changed into the lane (off only to measure its cost)
     capture_launch   on a GPU, how the handlers that capture are started: `stream`, `graph` or `executor`; `auto` measures them and takes
                      the best; `copy` does without handlers
@@ -35,5 +38,8 @@ class EngineSettings:
     drain_s: float = 8.0
     deterministic: bool = False
     adapters: str = ""
+    point_tail_tokens: int = 16
+    point_answer_tokens: int = 32
+    points_resident: int = 16
     capture: bool = True
     capture_launch: Literal["auto", "copy", "stream", "graph", "executor"] = "auto"

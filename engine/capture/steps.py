@@ -31,7 +31,10 @@ _RECORD_TOKENS = 512
 
 @dataclass(slots=True)
 class Cursor:
-    """How far one sequence's state is in the lane: [start, position) of it, once `opened`."""
+    """How far one sequence's state is in the lane: [start, position) of it, once `opened`.
+
+    lost  rows of window layers were overwritten on the device before the lane had room: nothing more can be captured
+    """
 
     sequence: SequenceId
     epoch: int
@@ -40,6 +43,7 @@ class Cursor:
     position: int
     opened: bool = False
     closed: bool = False
+    lost: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Capture:
     lane_full: int = 0
     rows: DeviceRows | None = None
     without: str = ""
+    windows_lost: int = 0
 
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
@@ -76,7 +81,10 @@ class Capture:
 
     def advance(self, cursor: Cursor, slot: Slot) -> bool:
         """Copy the slot's state from the cursor to the slot's length; False if the lane had no room for all of it."""
-        if cursor.position >= slot.length and cursor.opened:
+        if cursor.lost or (cursor.position >= slot.length and cursor.opened):
+            return True
+        if cursor.position < min(self.arena.oldest(slot), slot.length):
+            self._lose(cursor, slot)
             return True
         began = time.perf_counter()
         try:
@@ -112,6 +120,14 @@ class Capture:
         """Tokens of one record at most: a small lane must take several, or a full one would never have room again."""
         quarter = self.lane.lane_bytes // 4
         return max(1, min(_RECORD_TOKENS, quarter // max(1, self.arena.layout.token_bytes)))
+
+    def _lose(self, cursor: Cursor, slot: Slot) -> None:
+        cursor.lost = True
+        self.windows_lost += 1
+        log.warning(
+            "capture.window_lost", stream=cursor.stream, captured=cursor.position, oldest=self.arena.oldest(slot),
+            reason="the lane was full for longer than the window layers' buffers last",
+        )  # fmt: skip
 
     def _open(self, cursor: Cursor, slot: Slot) -> None:
         if cursor.opened:

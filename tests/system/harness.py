@@ -45,6 +45,19 @@ def build_tiny_model(cache: Path) -> Path:
     return target
 
 
+def build_kind(name: str, cache: Path) -> Path:
+    """Directory of the tiny model of one architecture (tests/engine/kinds.py) with a tokenizer, made once for this version."""
+    root = Path(__file__).parents[2]
+    sources = [root / "tests/engine/kinds.py", Path(__file__).with_name("tiny_model.py")]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    target = cache / f"{name}-{digest}"
+    if not (target / "tokenizer.json").exists():
+        command = [sys.executable, "-m", "tests.engine.kinds", name, str(target)]
+        done = subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    return target
+
+
 def pull_demo_model() -> str:
     """Have the demo model in the model cache and return the name to serve it by; DEMO_MODEL names another directory."""
     other = os.environ.get("DEMO_MODEL")

@@ -1,0 +1,297 @@
+"""Every architecture passes the same cases: whatever was killed, rolled back or deleted, the tokens are a cold engine's.
+
+The real loop, model, arena, lane and store; a killed engine's successor has only what lane and disk hold. A new architecture is
+one line in `tests/engine/kinds.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import main
+from engine import messages as m
+from engine.model import Model, load
+from tests.engine.driver import EngineDriver, random_tokens, submit
+from tests.engine.kinds import DENSE, KINDS, RECURRENT, WINDOWED, write_model
+from tiers.keeper import Drain
+from tiers.lane import PointKind
+from tiers.paths import Paths
+from tiers.prefix import PrefixFinder
+from tiers.store import _decode_point
+
+pytestmark = pytest.mark.kinds
+CHUNK = 64
+ANSWER = 8
+HOT = m.Sampling(temperature=0.8, seed=77)
+Start = Callable[..., EngineDriver]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Directory of a model by name. Loaded once: an engine that is started again gets the very same weights."""
+    directory = tmp_path_factory.mktemp("kinds")
+    written = cache(lambda name: write_model(name, directory / name))
+    loaded = cache(load)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(main, "load", loaded)
+    yield written
+    patch.undo()
+
+
+@pytest.fixture
+def start(models: Callable[[str], Path], kind: str, paths: Paths, drain: Drain) -> Iterator[Start]:
+    """Start engines that share one data directory."""
+    engines: list[EngineDriver] = []
+
+    def started(name: str = "e0", **options: Any) -> EngineDriver:
+        options = {"prefill_chunk": CHUNK, "context_tokens": 1024, "lane_bytes": 8 << 20, **options}
+        engines.append(EngineDriver.start(models(kind), paths, name, **options))
+        engines[-1].engine.finder = PrefixFinder(drain._open_store(), paths.lane_dir)
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.close()
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+with_points = pytest.mark.parametrize("kind", RECURRENT)
+
+
+def ask(engine: EngineDriver, stream: str, prompt: list[int], answer: int = ANSWER, **fields: Any) -> list[int]:
+    """The whole answer to one submission."""
+    engine.handle(submit(stream, prompt, answer, **fields))
+    engine.run()
+    return engine.tokens(stream)
+
+
+def cold(engine: EngineDriver, prompt: list[int], answer: int = ANSWER, **fields: Any) -> list[int]:
+    """What an engine says that reuses nothing."""
+    name = f"cold{len(engine.sent)}"
+    return ask(engine, name, prompt, answer, namespace=name, **fields)
+
+
+def restart(start: Start, engine: EngineDriver, drain: Drain) -> EngineDriver:
+    """Kill an engine, drain its lane, start another that has only the disk."""
+    engine.close()
+    drain.flush(sync=True)
+    return start(f"after{id(engine)}")
+
+
+# ---------------------------------------------------------------- answers
+
+
+@every_kind
+def test_cached_answers_are_the_models_own(start: Start, kind: str) -> None:
+    """Chunked prefill, then decode, alone and beside others, against one full forward pass without a cache."""
+    prompt = random_tokens(1, 150)
+    engine = start()
+    alone = cold(engine, prompt, 12)
+    whole = own_logits(engine.engine.model, prompt + alone)
+    for position, token in enumerate(alone, len(prompt)):
+        row = whole[position - 1]
+        assert float(row.max() - row[token]) < 1e-3, f"token {position} is not the model's own"
+    others = [submit(f"o{i}", random_tokens(10 + i, 40 + 30 * i), 4 + 6 * i, namespace=f"o{i}") for i in range(3)]
+    engine.handle(*others, submit("s", prompt, 12, namespace="beside"))
+    engine.run()
+    assert engine.tokens("s") == alone
+
+
+def own_logits(model: Model, tokens: list[int]) -> torch.Tensor:
+    """(tokens, vocab) by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(model.module.config._name_or_path, dtype=torch.float32)
+    with torch.inference_mode():
+        return module.eval()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+# ---------------------------------------------------------------- killed
+
+
+@every_kind
+def test_a_killed_stream_goes_on_with_the_same_tokens(start: Start, drain: Drain, kind: str) -> None:
+    """Bit for bit: from the dead engine's lane, and from the disk; with points at the prompt's end, and in the answer."""
+    prompt, answer = random_tokens(2, 150), 40
+    want = m.Sampling(temperature=0.8, seed=77, logprobs=0)
+    spare = start("spare")
+    whole = start("whole")
+    whole.handle(submit("whole", prompt, answer, sampling=want, namespace="whole"))
+    whole.run()
+    for killed_at, drained in ((3, True), (37, False)):
+        serving, stream = start(f"killed{killed_at}"), f"s{killed_at}"
+        serving.handle(submit(stream, prompt, answer, sampling=want, namespace=stream))
+        serving.run_until_token(stream, killed_at)
+        serving.close()
+        if drained:
+            drain.flush(sync=True)
+        spare.handle(
+            submit(
+                stream, prompt + serving.tokens(stream), answer, epoch=2, prompt_count=len(prompt), prefill_start=0,
+                sampling=want, namespace=stream,
+            )
+        )  # fmt: skip
+        spare.run()
+        assert serving.tokens(stream) + spare.tokens(stream) == whole.tokens("whole"), f"killed at {killed_at}"
+        rest = [output.logprobs for output in spare.outputs(stream)]
+        assert rest == [output.logprobs for output in whole.outputs("whole")][killed_at:], "the bits differ"
+        started = spare.started(stream)
+        assert set(started.reused) == {"disk" if drained else "lane"}
+        assert started.recomputed <= (33 if kind in RECURRENT else 1), started
+
+
+@every_kind
+def test_a_prefill_that_was_interrupted_goes_on_with_the_same_bits(start: Start, kind: str) -> None:
+    prompt = random_tokens(3, 200)
+    want = m.Sampling(temperature=0.8, seed=3, logprobs=0)
+    serving, spare, whole = start(), start("spare"), start("whole")
+    whole.handle(submit("whole", prompt, 4, sampling=want, namespace="whole"))
+    whole.run()
+    serving.handle(submit("s", prompt, 4, sampling=want))
+    for _ in range(2):
+        serving.step()
+    serving.close()
+    spare.handle(submit("s", prompt, 4, epoch=2, prefill_start=0, sampling=want))
+    spare.run()
+    assert [(o.token, o.logprobs) for o in spare.outputs("s")] == [
+        (o.token, o.logprobs) for o in whole.outputs("whole")
+    ]
+    assert spare.started("s").prefill_start >= CHUNK
+
+
+# ---------------------------------------------------------------- the next turn, and branches from before the tip
+
+
+@every_kind
+def test_turns_and_branches_after_a_restart(start: Start, drain: Drain, kind: str) -> None:
+    """Exact append, last tokens changed, an edit far back, the same prompt again: each against a cold engine's answer."""
+    prompt = random_tokens(4, 230)
+    first = start()
+    said = ask(first, "first", prompt)
+    engine, reference = restart(start, first, drain), start("reference")
+    told = prompt + said
+    branches = {
+        "append": told + random_tokens(5, 9),
+        "one": told[:-1] + random_tokens(6, 5),
+        "twelve": told[:-12] + random_tokens(7, 20),
+        "back": told[:70] + random_tokens(8, 30),
+        "again": prompt,
+    }
+    reused = {}
+    for name, tokens in branches.items():
+        assert ask(engine, name, tokens) == cold(reference, tokens), name
+        reused[name] = engine.started(name)
+    for name, tokens in branches.items():  # and once more, with what is on the device now
+        assert ask(engine, name + "2", tokens) == engine.tokens(name), name
+    assert reused["append"].prefill_start == len(told)
+    assert reused["append"].verdict == "restored", reused["append"]
+    if kind not in RECURRENT:
+        assert [started.prefill_start for started in reused.values()] == [238, 237, 226, 70, 229]
+        return
+    shared = {"one": 237, "twelve": 226, "back": 70, "again": 229}
+    for name, count in shared.items():
+        started = reused[name]
+        assert count - 40 <= started.prefill_start <= count, (name, started)
+        assert started.verdict == "partial" or started.prefill_start == count
+        assert "rollback point" in started.reason or started.prefill_start == count
+    assert engine.engine.stats().points_missing == 0
+
+
+@every_kind
+def test_rolling_back_on_the_device(start: Start, kind: str) -> None:
+    """One to twelve tokens back, each branch from the same resident session."""
+    prompt = random_tokens(9, 100)
+    engine, reference = start(), start("reference")
+    told = prompt + ask(engine, "first", prompt, session="chat")
+    for back in (1, 2, 5, 12):
+        tokens = told[:-back] + random_tokens(20 + back, 7)
+        assert ask(engine, f"back{back}", tokens, session=f"branch{back}") == cold(reference, tokens), back
+        started = engine.started(f"back{back}")
+        assert set(started.reused) <= {"device", "lane"} and started.prefill_start >= 100 - 32, started
+
+
+@pytest.mark.parametrize("kind", sorted(WINDOWED))
+def test_rolling_back_past_a_window_reads_its_rows_from_the_log(start: Start, keeper, kind: str) -> None:
+    prompt = random_tokens(11, 700)
+    engine, reference = start(), start("reference")
+    ask(engine, "first", prompt, session="chat")
+    slot = next(slot for slot in engine.engine.arena.slots if slot.length)
+    assert engine.engine.arena.oldest(slot) > 400, "the buffer has moved on"
+    keeper()
+    tokens = prompt[:120] + random_tokens(12, 20)
+    assert ask(engine, "back", tokens, session="chat") == cold(reference, tokens)
+    assert engine.started("back").prefill_start == 120
+    assert engine.started("back").reason == ""
+
+
+@pytest.mark.parametrize("kind", sorted(WINDOWED))
+def test_memory_of_windows_does_not_grow_with_the_context(start: Start, kind: str) -> None:
+    def window_bytes(arena: Any) -> int:
+        groups = zip(arena.groups, arena.group_windows, strict=True)
+        return sum(group[0].nbytes for group, window in groups if window)
+
+    short, long = start(context_tokens=512), start("long", context_tokens=2048)
+    assert window_bytes(short.engine.arena) == window_bytes(long.engine.arena) > 0
+
+
+# ---------------------------------------------------------------- without points
+
+
+def drop_points(drain: Drain, *, keep_tip: bool, damage: bool = False) -> int:
+    """Delete or damage the stored points and return how many; those at tips stay if `keep_tip`."""
+    store = drain._open_store()
+    with store.snapshot() as view:
+        tips = {key for key, raw in view.scan("points") if _decode_point(bytes(raw)).kind == PointKind.TIP}
+        keys = [key for key, _ in view.scan("points") if not (keep_tip and key in tips)]
+        states = dict((key, bytes(raw)) for key, raw in view.scan("states"))
+    with store.group() as group:
+        for key in keys:
+            state = states[key[-16:]]
+            if damage:
+                group._txn.put(key[-16:], state[:-1] + bytes([state[-1] ^ 0xFF]), db=group._db[b"states"])
+            else:
+                group.delete_point(key)
+    return len(keys)
+
+
+@with_points
+@pytest.mark.parametrize("damage", [False, True], ids=["deleted", "damaged"])
+def test_without_its_points_an_append_is_fast_and_the_rest_recomputes(
+    start: Start, drain: Drain, kind: str, damage: bool
+) -> None:
+    prompt = random_tokens(13, 150)
+    first = start()
+    told = prompt + ask(first, "first", prompt)
+    engine, reference = restart(start, first, drain), start("reference")
+    assert drop_points(drain, keep_tip=True, damage=damage) >= 3
+    edited = told[:-5] + random_tokens(14, 9)
+    assert ask(engine, "edit", edited) == cold(reference, edited)
+    started = engine.started("edit")
+    assert (started.verdict, started.prefill_start) == ("recomputed", 0), started
+    assert "rollback point" in started.reason
+    assert engine.engine.stats().points_missing == 1
+    append = told + random_tokens(15, 9)
+    assert ask(engine, "append", append, namespace="default") == cold(reference, append)
+    assert engine.started("append").prefill_start == len(told)
+
+
+@with_points
+def test_with_no_point_at_all_everything_recomputes_and_says_so(start: Start, drain: Drain, kind: str) -> None:
+    prompt = random_tokens(16, 150)
+    first = start()
+    told = prompt + ask(first, "first", prompt)
+    engine, reference = restart(start, first, drain), start("reference")
+    drop_points(drain, keep_tip=False)
+    append = told + random_tokens(17, 9)
+    assert ask(engine, "append", append) == cold(reference, append)
+    assert (engine.started("append").verdict, engine.started("append").reason) == ("recomputed", "no rollback point")
+
+
+def test_dense_models_take_no_points(tmp_path: Path) -> None:
+    assert DENSE.isdisjoint(RECURRENT) and WINDOWED.isdisjoint(RECURRENT)
