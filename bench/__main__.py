@@ -27,6 +27,9 @@ NAMES = (
     "restore_io",
     "scan",
     "deterministic",
+    "fork",
+    "grammar",
+    "adapter_delta",
 )
 
 

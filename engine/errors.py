@@ -3,7 +3,8 @@
 EngineError
 ├── Refused        the request or the model can't be served as asked; trying again changes nothing
 │   ├── UnsupportedModel   at start: the model keeps state in a way that is not captured yet
-│   └── BadRequest         a `Submit` that does not fit this model
+│   ├── BadRequest         a `Submit` that does not fit this model
+│   └── OtherState         a log of opaque state holds other tensors, or not the version that is wanted
 ├── Fenced         this engine was replaced while it stood still: end at once, write and send nothing
 └── DeviceFailed   the device is lost; the process reports it and exits, sessions go on elsewhere
 """
@@ -29,6 +30,10 @@ class BadRequest(Refused):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class OtherState(Refused):
+    """Register the tensors that were captured, or ask for a version that is there."""
 
 
 class Fenced(EngineError):

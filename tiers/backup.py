@@ -87,8 +87,8 @@ def backup(
             (draft / name).mkdir(mode=0o700)
             copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name))
     _copy_journals(paths, draft, progress)
-    if (paths.data_dir / "adapters").is_dir():
-        shutil.copytree(paths.data_dir / "adapters", draft / "adapters")
+    if (paths.data_dir / "adapters").exists():
+        shutil.copytree(paths.data_dir / "adapters", draft / "adapters", ignore=shutil.ignore_patterns(".*"))
     if paths.config.exists():
         shutil.copyfile(paths.config, draft / paths.config.name)
     files = [_described(draft, path) for path in _files(draft)]
@@ -138,7 +138,8 @@ def copy_lmdb(
 def _copy_journals(paths: Paths, draft: Path, progress: Progress) -> None:
     """Journals only grow, and a torn end is dropped when they are read; one that is retired meanwhile isn't needed."""
     (draft / "journal").mkdir(mode=0o700)
-    found = sorted(paths.journal_dir.glob("*.journal")) if paths.journal_dir.exists() else []
+    # Groups last: one that names more events than its choices have yet is read as if it didn't.
+    found = [path for kind in ("*.journal", "*.group") for path in sorted(paths.journal_dir.glob(kind))]
     for done, journal in enumerate(found):
         try:
             shutil.copyfile(journal, draft / "journal" / journal.name)

@@ -1,0 +1,122 @@
+"""Opaque state: only what changed is written, any version since the last base comes back, and damage ends the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import OtherState
+from engine.opaque import OpaqueLog
+
+FLOATS = 10_000  # 40,000 bytes: ten pages, the last one not full
+
+
+class World:
+    def __init__(self, path: Path, **options: float) -> None:
+        self.weights = torch.zeros(FLOATS)
+        self.moments = torch.zeros(3000, dtype=torch.bfloat16)
+        self.log = OpaqueLog.open(path, **options)  # type: ignore[arg-type]
+        self.log.register("weights", self.weights)
+        self.log.register("moments", self.moments)
+
+    def step(self, number: int) -> None:
+        self.weights[number * 1024 : number * 1024 + 10] += number + 1
+        self.moments[0] = number
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.opaque"
+
+
+def test_only_changed_pages_are_written(path: Path) -> None:
+    world = World(path)
+    first = world.log.capture()
+    assert (first.version, first.changed_pages, first.pages) == (1, 12, 12)
+    world.step(3)
+    second = world.log.capture({"step": 3})
+    assert second.changed_pages == 2
+    assert second.written_bytes < first.written_bytes / 3
+    assert world.log.capture().changed_pages == 0
+
+
+def test_a_new_process_goes_on_from_the_last_version(path: Path) -> None:
+    world = World(path)
+    for number in range(6):
+        world.step(number)
+        world.log.capture({"step": number})
+    world.log.close()
+    again = World(path)
+    restored = again.log.restore()
+    assert restored is not None and (restored.version, restored.note) == (6, {"step": 5})
+    assert torch.equal(again.weights, world.weights) and torch.equal(again.moments, world.moments)
+    assert again.log.capture().changed_pages == 0, "it knows what the log holds"
+    again.step(7)
+    assert again.log.capture().changed_pages == 2
+
+
+def test_any_version_since_the_base_comes_back_and_the_rest_is_abandoned(path: Path) -> None:
+    world = World(path)
+    kept = []
+    for number in range(4):
+        world.step(number)
+        world.log.capture(number)
+        kept.append(world.weights.clone())
+    restored = world.log.restore(2)
+    assert restored is not None and restored.note == 1
+    assert torch.equal(world.weights, kept[1])
+    world.step(8)
+    assert world.log.capture("other").version == 3
+    assert world.log.versions() == [1, 2, 3]
+    with pytest.raises(OtherState, match="version 9"):
+        world.log.restore(9)
+
+
+def test_a_new_base_replaces_the_file(path: Path) -> None:
+    world = World(path, rebase_factor=0.5)
+    for number in range(9):
+        world.step(number)
+        world.log.capture(number)
+    assert world.log.versions()[0] > 1
+    again = World(path)
+    assert again.log.restore().note == 8  # type: ignore[union-attr]
+    assert torch.equal(again.weights, world.weights)
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped"])
+def test_a_damaged_end_is_the_end(path: Path, damage: str) -> None:
+    world = World(path)
+    world.log.capture(0)
+    good, before = path.stat().st_size, world.weights.clone()
+    world.step(1)
+    world.log.capture(1)
+    data = bytearray(path.read_bytes())
+    if damage == "torn":
+        del data[-100:]
+    else:
+        data[good + 200] ^= 1
+    path.write_bytes(data)
+    again = World(path)
+    assert again.log.restore().note == 0  # type: ignore[union-attr]
+    assert torch.equal(again.weights, before)
+    again.step(2)
+    again.log.capture(2)
+    assert World(path).log.restore().note == 2  # type: ignore[union-attr]
+
+
+def test_other_tensors_are_refused(path: Path) -> None:
+    frozen = torch.ones(100)
+    world = World(path)
+    world.log.register("base", frozen, constant=True)
+    assert world.log.restore() is None
+    world.log.capture()
+    other = World(path)
+    other.log.register("base", frozen + 1, constant=True)
+    with pytest.raises(OtherState, match="base"):
+        other.log.restore()
+    smaller = OpaqueLog.open(path)
+    smaller.register("weights", torch.zeros(5))
+    with pytest.raises(OtherState, match="register the same"):
+        smaller.restore()
