@@ -87,6 +87,23 @@ class KernelDevice:
         self.launcher.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the parts of a scanner's out buffer begin: 256 bytes of report, indices, hashes, pages (kernels/page_scan.cuh)."""
+
+    indices: int
+    hashes: int
+    pages: int
+    byte_count: int
+
+    @classmethod
+    def of(cls, room: int, page_bytes: int) -> Places:
+        """For `room` pages."""
+        hashes = 256 + aligned(4 * room)
+        pages = hashes + aligned(8 * room)
+        return cls(256, hashes, pages, pages + room * page_bytes)
+
+
 @dataclass(slots=True)
 class _PageHandlers:
     """The handlers of one shape of a region, and what they keep on the device."""
@@ -143,13 +160,11 @@ class KernelPages:
         )
 
     def _stage(self, page_bytes: int) -> None:
-        """Mapped memory for one part of a delta: counts, indices, hashes, pages."""
+        """Mapped memory for one part of a delta, laid out as kernels/page_scan.cuh says, and the counters on the device."""
         self._room = max(1, min(self._now.shape.page_count, _STAGING_BYTES // page_bytes))
-        room = self._room
-        self._index_at = aligned(4 * _REPORT_WORDS)
-        self._hash_at = self._index_at + aligned(4 * room)
-        self._page_at = self._hash_at + aligned(8 * room)
-        self._staging = self._device.driver.mapped_buffer(self._page_at + room * page_bytes)
+        self._places = Places.of(self._room, page_bytes)
+        self._staging = self._device.driver.mapped_buffer(self._places.byte_count)
+        self._counters = self._device.driver.device_buffer(4 * (_REPORT_WORDS + 1))
 
     # ------------------------------------------------------------ scan
 
@@ -179,16 +194,14 @@ class KernelPages:
     ) -> int:
         """One launch over pages [first, end); returns how many changed, with or without room."""
         now, staging, room = self._now, self._staging, self._room
-        counter = staging.array("<u4", 1)
-        counter[0] = 0
         words = (
             self._memory.address,
             now.table.address,
             now.bitmap.address if now.bitmap else 0,
-            staging.address + self._page_at,
-            staging.address + self._index_at,
-            staging.address + self._hash_at,
             staging.address,
+            self._counters.address,
+            0,
+            0,
             room,
             self._device.seed,
             flags,
@@ -196,11 +209,13 @@ class KernelPages:
             end,
         )
         self._device.start(now.scan.result(), words, -(-(end - first) // now.shape.batch), after)
-        found = int(counter[0])
+        found = int(staging.array("<u4", 1)[0])
         taken = min(found, room)
-        pages = staging.array("u1", taken * now.shape.page_bytes, self._page_at).reshape(taken, now.shape.page_bytes)
-        indices = staging.array("<u4", taken, self._index_at)
-        parts.append((indices.copy(), staging.array("<u8", taken, self._hash_at).copy(), pages.copy()))
+        pages = staging.array("u1", taken * now.shape.page_bytes, self._places.pages).reshape(
+            taken, now.shape.page_bytes
+        )
+        indices = staging.array("<u4", taken, self._places.indices)
+        parts.append((indices.copy(), staging.array("<u8", taken, self._places.hashes).copy(), pages.copy()))
         return found
 
     def mark(self, pages: Sequence[int]) -> None:
@@ -209,11 +224,11 @@ class KernelPages:
         now = self._now
         if now.mark is None or now.bitmap is None:
             return
-        listed = self._staging.array("<u4", min(len(pages), self._room), self._index_at)
+        listed = self._staging.array("<u4", min(len(pages), self._room), self._places.indices)
         for start in range(0, len(pages), len(listed) or 1):
             part = pages[start : start + len(listed)]
             listed[: len(part)] = part
-            words = (now.bitmap.address, self._staging.address + self._index_at, len(part))
+            words = (now.bitmap.address, self._staging.address + self._places.indices, len(part))
             self._device.start(now.mark.result(), words, -(-len(part) // 32))
 
     # ------------------------------------------------------------ apply
@@ -238,22 +253,22 @@ class KernelPages:
     ) -> tuple[int, list[int]]:
         now, staging, n = self._now, self._staging, end - start
         report = staging.array("<u4", _REPORT_WORDS)
-        report[:] = 0
-        staging.array("<u4", n, self._index_at)[:] = delta.indices[start:end]
-        staging.array("<u8", n, self._hash_at)[:] = delta.hashes[start:end]
-        staging.array("u1", n * now.shape.page_bytes, self._page_at)[:] = delta.pages[start:end].reshape(-1)
+        staging.array("<u4", n, self._places.indices)[:] = delta.indices[start:end]
+        staging.array("<u8", n, self._places.hashes)[:] = delta.hashes[start:end]
+        staging.array("u1", n * now.shape.page_bytes, self._places.pages)[:] = delta.pages[start:end].reshape(-1)
         words = (
             self._memory.address,
             # Under another seed the table would hold hashes that no scan computes: those pages are found changed again.
             now.table.address if delta.seed == self._device.seed else 0,
-            staging.address + self._page_at,
-            staging.address + self._index_at,
+            staging.address + self._places.pages,
+            staging.address + self._places.indices,
             table.address if table else 0,
-            staging.address + self._hash_at,
+            staging.address + self._places.hashes,
             n,
             delta.seed,
-            staging.address,
+            self._counters.address,
             table.byte_count // 4 if table else 0,
+            staging.address,
         )
         self._device.start(now.apply.result(), words, n, after)
         return int(report[0]), self._refused(report, delta, start, end, words)
@@ -265,7 +280,6 @@ class KernelPages:
             return [start + int(number) for number in report[2 : 2 + refused]]
         found = []
         for number in range(end - start):
-            report[:] = 0
             one = list(words)
             one[2] += number * self._now.shape.page_bytes
             one[3] += 4 * number

@@ -59,6 +59,22 @@ struct Crew {
 __device__ __forceinline__ Crew grid_crew() {
     return Crew{blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x};
 }
+// Room of 256 bytes, where parts of a buffer begin.
+__device__ __forceinline__ u64 aligned_256(u64 size) { return (size + 255) & ~u64(255); }
+
+// True in thread 0 of the block that ends last, and there all that the others counted and wrote can be read. `finished` is a word of
+// the device's memory that is zero before and after.
+__device__ __forceinline__ bool ends_last(u32* finished, Crew crew) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x != 0) return false;
+    const u32 blocks = crew.threads / blockDim.x;
+    if (atomicAdd(finished, 1u) + 1 != blocks) return false;
+    atomicExch(finished, 0u);
+    __threadfence();
+    return true;
+}
+
 __device__ __forceinline__ Crew block_crew() { return Crew{threadIdx.x, blockDim.x}; }
 
 template <u32 ACCESS>

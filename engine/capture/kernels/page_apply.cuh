@@ -2,10 +2,10 @@
 // A page whose bytes do not match their hash, or whose place lies outside the region, is left out and reported.
 //
 // words: 0 region  1 table to renew (u64 a page, or 0)  2 pages  3 logical index of each (u32)  4 block table: logical page ->
-//        place (u32, or 0: the same)  5 expected hashes (u64)  6 how many  7 seed  8 report (u32: applied, refused, then the
-//        numbers of the first REPORTED refused)  9 block table length
+//        place (u32, or 0: the same)  5 expected hashes (u64)  6 how many  7 seed  8 counters (REPORT_WORDS + 1 u32 of the device,
+//        zero)  9 block table length  10 report (u32: applied, refused, then the numbers of the first REPORTED refused)
 
-constexpr u32 REPORTED = 30;
+constexpr u32 REPORTED = 30, REPORT_WORDS = REPORTED + 2;
 
 __device__ __forceinline__ u64 hash_payload(const u8* payload, u32 lane, u64 seed) {
     u64 sum = 0;
@@ -58,4 +58,6 @@ __device__ void operate(const u64* words, Crew crew) {
             if (refused < REPORTED) report[2 + refused] = u32(number);
         }
     }
+    if (ends_last(report + REPORT_WORDS, crew))
+        for (u32 i = 0; i < REPORT_WORDS; i++) reinterpret_cast<u32*>(words[10])[i] = atomicExch(report + i, 0u);
 }

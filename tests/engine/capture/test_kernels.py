@@ -8,7 +8,7 @@ import pytest
 from engine.capture import source
 from engine.capture.driver import Buffer
 from engine.capture.hashing import page_hashes
-from engine.capture.kernel_device import KernelDevice
+from engine.capture.kernel_device import KernelDevice, Places
 from engine.capture.launch import SideStream
 from engine.capture.regions import memory_of
 from engine.capture.source import PageShape
@@ -27,22 +27,20 @@ class Scan:
         self.stream = driver.stream()
         self.table = driver.mapped_buffer(8 * shape.page_count)
         self.bitmap = driver.mapped_buffer(4 * -(-shape.page_count // 32))
-        self.out = driver.mapped_buffer(room * shape.page_bytes + 1)
-        self.indices = driver.mapped_buffer(4 * room + 4)
-        self.hashes = driver.mapped_buffer(8 * room + 8)
-        self.count = driver.mapped_buffer(64)
+        self.places = Places.of(room, shape.page_bytes)
+        self.out = driver.mapped_buffer(self.places.byte_count)
+        self.counters = driver.device_buffer(8)
 
     def run(self, blocks: int = 3, flags: int = 0, first: int = 0, end: int | None = None) -> dict[int, np.ndarray]:
-        """Scan once; pages by number. `count` holds how many changed, with or without room."""
-        self.count.array("<u4", 1)[0] = 0
+        """Scan once; pages by number. `found` is how many changed, with or without room."""
         words = (
             self.data.ctypes.data,
             self.table.address,
             self.bitmap.address,
             self.out.address,
-            self.indices.address,
-            self.hashes.address,
-            self.count.address,
+            self.counters.address,
+            0,
+            0,
             self.room,
             SEED,
             flags,
@@ -52,17 +50,20 @@ class Scan:
         self.module.launch("run", self.stream, blocks, self.shape.threads, words)
         self.stream.synchronize()
         taken = min(self.found, self.room)
-        pages = self.out.array("u1", taken * self.shape.page_bytes).reshape(taken, self.shape.page_bytes)
-        assert np.array_equal(self.hashes.array("<u8", taken), page_hashes(pages, SEED, self.shape.hash_mask)), (
-            "the hash that travels is of the bytes that travel"
+        size = taken * self.shape.page_bytes
+        pages = self.out.array("u1", size, self.places.pages).reshape(taken, self.shape.page_bytes)
+        hashes, expected = (
+            self.out.array("<u8", taken, self.places.hashes),
+            page_hashes(pages, SEED, self.shape.hash_mask),
         )
-        indices = self.indices.array("<u4", taken)
+        assert np.array_equal(hashes, expected), "the hash that travels is of the bytes that travel"
+        indices = self.out.array("<u4", taken, self.places.indices)
         assert len(set(indices.tolist())) == taken
         return {int(index): page.copy() for index, page in zip(indices, pages, strict=True)}
 
     @property
     def found(self) -> int:
-        return int(self.count.array("<u4", 1)[0])
+        return int(self.out.array("<u4", 1)[0])
 
     def expected(self, pages: list[int]) -> dict[int, np.ndarray]:
         padded = np.zeros(self.shape.page_count * self.shape.page_bytes, dtype=np.uint8)

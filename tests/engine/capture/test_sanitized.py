@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def run_sanitized(handler: HandlerSource, main: str, directory: Path) -> subproc
     if "cannot find" in built.stderr and "tsan" in built.stderr:
         pytest.skip("the compiler has no thread sanitizer here (libtsan)")
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=200)
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=200, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer cannot run under this kernel's address layout")
     return done

@@ -117,6 +117,7 @@ inline void __threadfence_system() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
 }
+inline void __threadfence() { __threadfence_system(); }
 inline u64 load_acquire(const u64* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 inline void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 inline u64 load_relaxed(const u64* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }

@@ -3,17 +3,17 @@
 
 constexpr u64 PAGES = 24;
 alignas(256) static u8 region[PAGES * handler::PAGE_BYTES];
-alignas(256) static u8 pages[PAGES * handler::PAGE_BYTES];
-static u64 table[PAGES], hashes[PAGES];
-static u32 bitmap[1], indices[PAGES], count;
+constexpr u64 HASHES_AT = 512, PAGES_AT = 768;
+static_assert(4 * PAGES <= 256 && 8 * PAGES <= 256, "each list has 256 bytes");
+alignas(256) static u8 out[PAGES_AT + PAGES * handler::PAGE_BYTES];
+static u64 table[PAGES];
+static u32 bitmap[1], counters[2];
 
 static u32 scan(u64 flags) {
-    count = 0;
     const u64 words[WORD_COUNT] = {reinterpret_cast<u64>(region), reinterpret_cast<u64>(table), reinterpret_cast<u64>(bitmap),
-                                   reinterpret_cast<u64>(pages), reinterpret_cast<u64>(indices), reinterpret_cast<u64>(hashes),
-                                   reinterpret_cast<u64>(&count), PAGES, 77, flags, 0, PAGES};
+                                   reinterpret_cast<u64>(out), reinterpret_cast<u64>(counters), 0, 0, PAGES, 77, flags, 0, PAGES};
     shim::launch(run, 2, 64, flags, words);
-    return count;
+    return *reinterpret_cast<u32*>(out);
 }
 
 int main() {
