@@ -18,7 +18,7 @@ from gateway.durability import failing_state
 from tests.gateway.conftest import World
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
 from tiers.lane import LaneWriter
-from tiers.layout import sequence_id
+from tiers.layout import Layout, sequence_id
 
 CHAT = "/v1/chat/completions"
 
@@ -140,3 +140,39 @@ async def test_a_keeper_that_went_away_is_seen_everywhere(world: World, keeper: 
 )
 def test_what_the_keeper_says_has_a_name(said: str, state: str) -> None:
     assert failing_state(said) == state
+
+
+async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> None:
+    small = KeeperProcess(world, store_map_bytes=1 << 20)
+    try:
+        _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+        stream = headers["X-Stream-Id"]
+        count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
+        big = Layout(((3, 1 << 16),))  # no block of it fits the map
+        lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=16 << 20, record_count=64, incarnation=1)
+        sequence, tokens = sequence_id(stream, 1), np.arange(count, dtype=np.int32)
+        lane.append_open(sequence, 1, ROOT, big, BLOCK, "default", "chat", stream, tokens[:0])
+        reservation = lane.reserve_rows(big, count)
+        reservation.frame[:] = 1
+        reservation.commit(sequence, 1, 0, tokens)
+        lane.close()
+        small.start()
+
+        async def degraded() -> list[str]:
+            return [row["state"] for row in (await world.get("/health"))["degraded"]]
+
+        assert await world.until(degraded, 60.0) == ["map_full"]
+        view = await session(world, degraded="map_full")
+        assert (view["captured"], view["durable"], view["durable_lag"]) == (count, 0, count)
+        async with world.http.get("/metrics") as response:
+            assert 'concordia_degraded{state="map_full"} 1.0' in await response.text()
+        small.kill()
+        large = KeeperProcess(world)
+        large.start()
+        try:
+            view = await session(world, durable=count, degraded="")
+            assert not await degraded()
+        finally:
+            large.kill()
+    finally:
+        small.kill()
