@@ -12,14 +12,16 @@ from typing import Any
 
 import click
 
+from ops.errors import BadData, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data
 from ops.show import Bar, size
 from ops.verify import Pace, check_journals, find_damage, finding_row, print_finding
 from tiers import keeper_client
 from tiers.lane import LaneReader
-from tiers.offline import Recovered, offline_drain, open_names, recover, waiting
+from tiers.offline import Recovered, offline_drain, open_names, recover, waiting, writer_lock
 from tiers.repair import ASIDE, Recompute, Repaired, damaged_records, keep_aside
+from tiers.salvage import Salvaged, salvage
 from tiers.verify import Checked, Finding
 
 
@@ -83,12 +85,21 @@ def _print_recovered(found: Recovered) -> None:
 def run_repair(here: Installation, as_json: bool, *, yes: bool, dry_run: bool, limit_mb_s: float) -> None:
     """Find damage, keep it aside, drop it, say what is computed again. Raises StateRefused, StoreFailed."""
     need_data(here)
+    saved = None
     with Bar("checking blocks", quiet=as_json) as bar:
-        findings = find_damage(here.config, Checked(), Pace(limit_mb_s, 0, bar))
+        try:
+            findings = find_damage(here.config, Checked(), Pace(limit_mb_s, 0, bar))
+        except BadData as error:
+            saved = _salvage(here, str(error), bar, yes=yes, dry_run=dry_run)
+            findings = find_damage(here.config, Checked(), Pace(limit_mb_s, 0, bar))
+            yes = True
+    if saved is not None and not as_json:
+        _print_salvaged(saved)
     records = _lane_damage(here)
     journals = check_journals(here.paths)[1]
+    aside = [saved.kept_aside] if saved is not None else []
     if not findings:
-        _report(here, as_json, dry_run, [], journals, Repaired())
+        _report(here, as_json, dry_run, [], journals, Repaired(kept_aside=aside))
         return
     if not as_json:
         for finding in findings:
@@ -99,7 +110,29 @@ def run_repair(here: Installation, as_json: bool, *, yes: bool, dry_run: bool, l
         return
     confirm(f"Drop {len(findings)} damaged and keep their bytes in {here.paths.store / ASIDE}?", yes=yes)
     done = _repair(here, findings, records)
+    done.kept_aside = aside + done.kept_aside
     _report(here, as_json, False, findings, journals, done)
+
+
+def _salvage(here: Installation, problem: str, bar: Bar, *, yes: bool, dry_run: bool) -> Salvaged:
+    """The store's file itself is damaged. Raises StateRefused, BadData (dry run: nothing more can be said)."""
+    if here.owner:
+        raise StateRefused(f"{problem}. Stop `concordia serve` on that data directory first")
+    if dry_run:
+        raise BadData(f"{problem}. What can be read of it would be copied to a new one")
+    confirm(f"{problem}. Copy what can be read of it to a new one, and keep the old one aside?", yes=yes)
+    with writer_lock(here.paths):
+        return salvage(
+            here.paths.store, here.paths.store / ASIDE, map_bytes=here.config.tiers.store_map_bytes,
+            progress=lambda done, total: bar(done, total, "saving what can be read"),
+        )  # fmt: skip
+
+
+def _print_salvaged(saved: Salvaged) -> None:
+    lost = ", ".join(f"{count} {name}" for name, count in saved.lost.items()) or "none"
+    click.echo(f"the store's file could not be read to its end: {saved.records} records were saved, lost: {lost}")
+    if saved.cut_short:
+        click.echo(f"a stretch of {', '.join(saved.cut_short)} could not be read")
 
 
 def _damaged(findings: list[Finding]) -> list[tuple[str, bytes]]:

@@ -75,22 +75,25 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
 def find_damage(
     config: Config, checked: Checked, pace: Callable[[Checked], None] = lambda checked: None
 ) -> list[Finding]:
-    """What is wrong with store and lanes. Raises OpsError if the store can't be read at all."""
+    """What is wrong with store and lanes. Raises BadData if the store can't be read at all."""
     paths = config.paths
     lane_dir = paths.lane_dir if paths.lane_dir.exists() else None
     try:
         return list(verify(paths.store, lane_dir, map_bytes=config.tiers.store_map_bytes, checked=checked, pace=pace))
     except TierError as error:
-        raise OpsError(
-            f"{paths.store} can't be read: {error}; restore a backup, or move it away to begin anew"
+        raise BadData(
+            f"{paths.store} can't be read: {error}; `concordia repair` saves what can be, or restore a backup"
         ) from error
 
 
 def _block_count(config: Config) -> int:
+    """How much there is to do; 0 if the store can't be read, which is said later."""
     store = StoreReader(config.paths.store, map_bytes=config.tiers.store_map_bytes)
     try:
         with store.snapshot() as view:
             return view.count("blocks")
+    except TierError:
+        return 0
     finally:
         store.close()
 

@@ -773,6 +773,10 @@ class Group(View):
         """Store the newest epoch of a stream."""
         self._txn.put(stream_key, _encode(owner), db=self._db[b"streams"])
 
+    def put_child(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
+        """Note a stored block's place among its parent's children."""
+        self._txn.put(_child_prefix(parent, tokens) + block, tokens, db=self._db[b"children"])
+
     def delete_block(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
         """Remove a block and its place among its parent's children."""
         node = self.node(block)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -304,3 +306,55 @@ def test_a_damaged_base_is_found_and_dropped_and_its_blocks_stay(place: Place) -
     assert done["dropped"] == 1 and len(done["kept_aside"]) == 1
     assert place.json("verify")["ok"]
     assert place.world.restorable(TOKENS) == 43, "it is found by its content, until it is collected"
+
+
+# ---------------------------------------------------------------- a store whose file itself is damaged
+
+
+def filled(place: Place) -> list[np.ndarray]:
+    conversations = [some_tokens(6 * BLOCK + n, seed=40 + n) for n in range(12)]
+    for number, tokens in enumerate(conversations):
+        place.session(f"s{number}", tokens)
+    return conversations
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.4, 0.1, 0.0])
+def test_a_cut_store_is_saved_as_far_as_it_can_be_read(place: Place, share: float) -> None:
+    conversations = filled(place)
+    file = place.paths.store / "data.mdb"
+    size = int(file.stat().st_size * share)
+    with open(file, "r+b") as store:
+        store.truncate(size)
+    assert place.run("verify").exit_code in (0, 6)
+    assert place.run("repair", "--dry-run").exit_code in (0, 6)
+    done = place.json("repair", "--yes")
+    assert place.json("verify")["ok"]
+    restorable = [place.world.restorable(tokens) for tokens in conversations]
+    known = {row["session"] for row in done["recompute"]}
+    for number, position in enumerate(restorable):
+        assert position <= len(conversations[number])
+        assert position == len(conversations[number]) or f"s{number}" in known or done["kept_aside"]
+    if share >= 0.95:
+        assert sum(restorable) > 0
+    place.session("after", TOKENS)
+    assert place.world.restorable(TOKENS) == len(TOKENS), "it goes on"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_flipped_pages_of_the_store_never_end_in_wrong_rows(place: Place, seed: int) -> None:
+    conversations = filled(place)
+    file = place.paths.store / "data.mdb"
+    draw = np.random.default_rng(seed)
+    data = bytearray(file.read_bytes())
+    for page in draw.choice(np.arange(2, len(data) // 4096), size=3, replace=False):
+        data[page * 4096 : page * 4096 + 64] = draw.bytes(64)
+    file.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.cli", "repair", "--yes", "--json", "--data-dir", str(place.paths.data_dir),
+         "--lane-dir", str(place.paths.lane_dir)],
+        capture_output=True, text=True, check=False, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert place.json("verify")["ok"]
+    for tokens in conversations:
+        place.world.restorable(tokens)  # compares every row

@@ -1,0 +1,214 @@
+"""A store whose file LMDB can't read to its end: what can be read is copied into a new one, which takes its place. For `concordia repair`.
+
+The old file is read by child processes, since a page that is missing ends in SIGBUS and a damaged one may end in anything: a child
+names each key before it touches the value, and the next one goes on after the key that the last one died of; where it can't, from the
+other end.
+Runs in the command's process while no keeper runs. The old file is kept aside as `.broken`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import lmdb
+import structlog
+
+from tiers.errors import BadBlock, StoreFailed
+from tiers.layout import BlockId
+from tiers.store import DATABASES, Group, Store, unpack_node
+
+log = structlog.get_logger()
+
+FRAME = struct.Struct("<cI")  # kind, bytes: K a key about to be read, V its value, E the end
+COMMIT_BYTES = 16 << 20
+DEATHS_LIMIT = 100_000
+
+
+@dataclass(slots=True)
+class Salvaged:
+    """What was saved. lost: keys by database whose values could not be read; cut_short: databases of which a stretch is missing."""
+
+    records: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    cut_short: list[str] = field(default_factory=list)
+    kept_aside: str = ""
+
+
+def salvage(
+    store_dir: Path, aside: Path, *, map_bytes: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Salvaged:
+    """Make a readable store of what is left in `store_dir`. The caller holds the writer's lock. Raises StoreFailed, OSError (no room)."""
+    done = Salvaged()
+    target = store_dir / "salvage"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700)
+    new = lmdb.open(str(target), map_size=map_bytes, max_dbs=len(DATABASES) + 1, mode=0o600)
+    try:
+        for number, name in enumerate(DATABASES):
+            _copy(store_dir, new, name, map_bytes, done)
+            progress(number + 1, len(DATABASES))
+        new.sync(True)
+    except lmdb.Error as error:
+        raise StoreFailed("what is left can't be copied", where=str(target), cause=str(error)) from error
+    finally:
+        new.close()
+    aside.mkdir(mode=0o700, exist_ok=True)
+    kept = next(path for n in range(1 << 20) if not (path := aside / f"data.mdb-{n}.broken").exists())
+    (store_dir / "data.mdb").rename(kept)
+    (target / "data.mdb").rename(store_dir / "data.mdb")
+    (store_dir / "lock.mdb").unlink(missing_ok=True)
+    shutil.rmtree(target)
+    done.kept_aside = str(kept)
+    _mend_index(store_dir, map_bytes)
+    log.warning("repair.salvaged", records=done.records, lost=sum(done.lost.values()), kept_aside=str(kept))
+    return done
+
+
+def _copy(store_dir: Path, new: lmdb.Environment, name: bytes, map_bytes: int, done: Salvaged) -> None:
+    """One database, forwards, and from its end where forwards ends early."""
+    database = new.open_db(name)
+    after, deaths = b"", 0
+    while deaths < DEATHS_LIMIT:
+        last, died_of, ended = _take(store_dir, new, database, name, map_bytes, done, after=after)
+        if ended:
+            return
+        deaths += 1
+        if died_of and died_of != last:
+            done.lost[name.decode()] = done.lost.get(name.decode(), 0) + 1
+            after = died_of
+            continue
+        break
+    done.cut_short.append(name.decode())
+    before = b""
+    while deaths < DEATHS_LIMIT:
+        last, died_of, ended = _take(store_dir, new, database, name, map_bytes, done, before=before, down_to=after)
+        if ended or not died_of or died_of == last:
+            return
+        deaths += 1
+        before = died_of
+
+
+def _take(
+    store_dir: Path, new: lmdb.Environment, database: Any, name: bytes, map_bytes: int, done: Salvaged, *,
+    after: bytes = b"", before: bytes | None = None, down_to: bytes = b"",
+) -> tuple[bytes, bytes, bool]:  # fmt: skip
+    """Copy what one child can read: (last key that was copied, key that it died of, whether it came to the end)."""
+    last, attempted, ended = b"", b"", False
+    group: list[tuple[bytes, bytes]] = []
+    size = 0
+    for kind, data in _read_in_child(store_dir, name, map_bytes, after, before, down_to):
+        if kind == b"K":
+            attempted = data
+        elif kind == b"V":
+            group.append((attempted, data))
+            last, attempted, size = attempted, b"", size + len(data)
+            if size > COMMIT_BYTES:
+                _put(new, database, group, done)
+                group, size = [], 0
+        else:
+            ended = True
+    _put(new, database, group, done)
+    return last, attempted, ended
+
+
+def _put(new: lmdb.Environment, database: Any, group: list[tuple[bytes, bytes]], done: Salvaged) -> None:
+    with new.begin(db=database, write=True) as transaction:
+        for key, value in group:
+            transaction.put(key, value)
+    done.records += len(group)
+
+
+def _read_in_child(
+    store_dir: Path, name: bytes, map_bytes: int, after: bytes, before: bytes | None, down_to: bytes
+) -> Iterator[tuple[bytes, bytes]]:
+    """Frames that a child sends, until it ends or dies."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT):
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB's own assertions
+            with open(writing, "wb", buffering=1 << 16) as pipe:
+                _send(pipe, store_dir, name, map_bytes, after, before, down_to)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    os.close(writing)
+    try:
+        with open(reading, "rb", buffering=1 << 16) as pipe:
+            while len(head := pipe.read(FRAME.size)) == FRAME.size:
+                kind, length = FRAME.unpack(head)
+                data = pipe.read(length)
+                if len(data) < length:
+                    break
+                yield kind, data
+    finally:
+        os.waitpid(child, 0)
+
+
+def _send(
+    pipe: BinaryIO, store_dir: Path, name: bytes, map_bytes: int, after: bytes, before: bytes | None, down_to: bytes
+) -> None:
+    """In the child: name each key, then read its value."""
+    env = lmdb.open(str(store_dir), map_size=map_bytes, readonly=True, max_dbs=64, lock=False, readahead=False)
+    with env.begin(buffers=True) as transaction:
+        try:
+            database = env.open_db(name, txn=transaction, create=False)
+        except lmdb.NotFoundError:
+            pipe.write(FRAME.pack(b"E", 0))
+            return
+        cursor = transaction.cursor(database)
+        if before is None:
+            more = cursor.set_range(after + b"\0") if after else cursor.first()
+        elif before:
+            more = cursor.set_range(before) and cursor.prev()
+        else:
+            more = cursor.last()
+        while more and (key := bytes(cursor.key())) > down_to:
+            pipe.write(FRAME.pack(b"K", len(key)) + key)
+            pipe.flush()
+            value = bytes(cursor.value())
+            pipe.write(FRAME.pack(b"V", len(value)) + value)
+            more = cursor.prev() if before is not None else cursor.next()
+    pipe.write(FRAME.pack(b"E", 0))
+
+
+# ---------------------------------------------------------------- the small databases
+
+
+def _mend_index(store_dir: Path, map_bytes: int) -> None:
+    """Blocks that the small databases don't know are dropped, places among a parent's children are written anew."""
+    store = Store(store_dir, map_bytes=map_bytes)
+    try:
+        after = b""
+        while True:
+            with store.group(freeing=True) as group:
+                keys = [key for key, _ in group.scan("blocks", after, 256)]
+                for key in keys:
+                    _mend_block(group, BlockId(key))
+            if not keys:
+                return
+            after = keys[-1]
+    finally:
+        store.close()
+
+
+def _mend_block(group: Group, block: BlockId) -> None:
+    raw = group.raw("nodes", block)
+    try:
+        value = group.block(block)
+    except BadBlock:
+        return  # found and dropped like any other
+    if raw is None:
+        group.delete_block(value.parent, value.tokens, block)
+    elif group.child_tokens(unpack_node(raw).parent, block) is None:
+        group.put_child(value.parent, value.tokens, block)
