@@ -109,7 +109,8 @@ class Follower:
         self.exact.pop(slot.index, None)
 
     def _slot_for(self, message: m.Follow, tokens: np.ndarray) -> Slot | None:
-        idle = [slot for slot in self.arena.slots if not slot.busy]
+        # A slot with rows that no tier has yet is not free: its capture catches up from it.
+        idle = [slot for slot in self.arena.slots if not slot.busy and slot.stored >= slot.length]
         if not idle:
             return None
         slot = max(idle, key=lambda slot: (self._shared(slot, message, tokens), not slot.length, -slot.last_used))

@@ -64,7 +64,7 @@ class Standbys:
     def engine_changed(self, engine: Engine) -> None:
         """Up, draining or down: everybody's standby is looked at again."""
         for owner in self._dispatcher.engines.values():
-            for stream in owner.streams.values():
+            for stream in owner.streams.values() if owner.ready else ():
                 self._protect(stream, owner)
 
     def said(self, engine: Engine, message: Any) -> None:

@@ -108,6 +108,14 @@ def test_follow_without_a_free_slot_or_with_a_gap_is_refused(pair) -> None:  # t
     assert told(standby)[-1].refused == "no_slot"
 
 
+def test_slot_whose_capture_lags_is_not_taken(pair) -> None:  # type: ignore[no-untyped-def]
+    standby = pair[1]
+    for slot in standby.engine.arena.slots:
+        slot.length, slot.stored = 10, 5
+    standby.handle(follow([1, 2, 3]))
+    assert told(standby)[-1].refused == "no_slot"
+
+
 def test_next_turn_of_a_followed_session_restores_only_what_is_new(pair) -> None:  # type: ignore[no-untyped-def]
     source, standby = pair
     prompt = random_tokens(6, 200)
