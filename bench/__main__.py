@@ -25,6 +25,8 @@ NAMES = (
     "append",
     "drain",
     "restore_io",
+    "resume_kinds",
+    "state_bytes",
     "scan",
     "deterministic",
     "fork",

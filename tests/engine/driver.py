@@ -38,7 +38,7 @@ class EngineDriver:
         engine_options = EngineSettings(device="cpu", slots=4, prefault_tokens=0, **options)
         page = StatusPage.create(paths.status(name), 1)
         driver = cls(build(name, 1, settings, engine_options, tiers, paths, page))
-        driver.engine.link.send = driver.sent.append  # type: ignore[method-assign]
+        driver.engine.link.send = driver.sent.append  # type: ignore[method-assign, assignment]
         return driver
 
     def close(self) -> None:

@@ -57,12 +57,13 @@ SAMPLE = {"window": "gemma3_text", "latent": "deepseek_v3", "linear": "qwen3_5_t
           "convolution": "lfm2", "recurrent": "mamba2"}  # fmt: skip
 
 
-def write_model(name: str, directory: Path, seed: int = 5) -> Path:
+def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int = 2048) -> Path:
     """Write the named model's configuration and weights, float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {key: value for key, value in {**COMMON, **KINDS[name]}.items() if value is not None}
+    wanted = {**COMMON, "max_position_embeddings": context_tokens, **KINDS[name]}
+    options = {key: value for key, value in wanted.items() if value is not None}
     config = AutoConfig.for_model(ARCHITECTURE.get(name, name), **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -19,6 +19,7 @@ from engine import messages as m
 from engine.model import Model, load
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import DENSE, KINDS, RECURRENT, WINDOWED, write_model
+from tiers.compaction import Compaction
 from tiers.keeper import Drain
 from tiers.lane import PointKind
 from tiers.paths import Paths
@@ -238,6 +239,23 @@ def test_memory_of_windows_does_not_grow_with_the_context(start: Start, kind: st
 
     short, long = start(context_tokens=512), start("long", context_tokens=2048)
     assert window_bytes(short.engine.arena) == window_bytes(long.engine.arena) > 0
+
+
+@pytest.mark.parametrize("kind", sorted(WINDOWED) + RECURRENT)
+def test_what_compaction_leaves_serves_an_append_and_branches(start: Start, drain: Drain, kind: str) -> None:
+    """Windows away from kept positions and superseded points are gone; what is left is used, and answers stay right."""
+    prompt = random_tokens(18, 300)
+    first = start()
+    told = prompt + ask(first, "first", prompt)
+    engine, reference = restart(start, first, drain), start("reference")
+    for _ in Compaction(drain, settle_s=0.0, grace_s=0.0).run():
+        pass
+    edited, append = told[:150] + random_tokens(19, 12), told + random_tokens(20, 12)
+    assert ask(engine, "append", append, session="append") == cold(reference, append)
+    assert engine.started("append").prefill_start == len(told)
+    assert ask(engine, "edit", edited, session="edit") == cold(reference, edited)
+    started = engine.started("edit")
+    assert started.prefill_start == 150 or started.reason, started
 
 
 # ---------------------------------------------------------------- without points

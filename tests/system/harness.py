@@ -203,7 +203,11 @@ def after(token_count: int, act: Callable[[Answer], Any]) -> Callable[[Answer], 
 
 def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[[Answer], None]:
     """Acts by sending a signal to the engine that serves the stream now."""
-    return lambda answer: kill_serving(system, answer.stream_id, number)
+
+    def act(answer: Answer) -> None:
+        kill_serving(system, answer.stream_id, number)
+
+    return act
 
 
 def kill_serving(system: System, stream_id: str, number: signal.Signals = signal.SIGKILL, pid: int = 0) -> int:
