@@ -23,7 +23,7 @@ from tests.system.conftest import running, settled_or_new
 from tests.system.store_count import drained
 from tiers.paths import Paths
 
-CHUNK = {"prefill_chunk": 64}
+CHUNK = {"prefill_chunk": 64, "point_answer_tokens": 8}
 KINDS = list(SAMPLE)
 
 
@@ -47,6 +47,12 @@ def system(served: tuple[str, System]) -> System:
 
 
 each_kind = pytest.mark.parametrize("served", KINDS, indirect=True)
+# The rest at every token in `make soak`; tests/engine/test_kinds.py kills all of them, in one process.
+at_every_token = pytest.mark.parametrize(
+    "served",
+    [pytest.param(kind, marks=() if kind in ("window", "linear") else pytest.mark.soak) for kind in KINDS],
+    indirect=True,
+)
 
 
 def prompt_of(seed: int, count: int) -> list[int]:
@@ -98,11 +104,11 @@ def sessions_show(system: System, session: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-@each_kind
+@at_every_token
 @pytest.mark.timeout(280)
 def test_kind_killed_at_every_token(system: System, kind: str) -> None:
     """Case 5. Every kind, greedy text of random weights; one chunk and a bit of prompt, a point within the answer."""
-    body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=40)
+    body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=24)
     want = system.stream(h.COMPLETIONS, body)
     h.assert_whole(want)
     recovered = 0
