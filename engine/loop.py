@@ -33,7 +33,7 @@ from engine.points import Points
 from engine.restore import Restore, Speeds, worth_restoring
 from engine.sampler import logprobs_of, sample
 from engine.schedule import Action, Kind, choose, exact_start
-from engine.sequence import Sequence, common_prefix
+from engine.sequence import Sequence
 from engine.status_page import StatusPage
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
@@ -375,8 +375,7 @@ class Engine:
             return False
         if not sequence.shares_state_with(other):
             return False
-        shared = common_prefix(sequence.tokens[:-1], other.tokens[: other.submit.prompt_count])
-        return shared - other.slot.length >= self.block_tokens
+        return sequence.shared_prompt(other) - other.slot.length >= self.block_tokens
 
     def _place(self, sequence: Sequence, slot: Slot, source: Slot, plan: Plan, tokens: np.ndarray) -> None:
         """Take over a slot, with what the plan uses of `source` (the slot itself, or another), and begin what is to be restored."""

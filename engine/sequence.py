@@ -41,6 +41,7 @@ class Sequence:
     began: float = 0.0
     told_forced: bool = False
     grammar: Future[Matcher] | None = None
+    shared_prompts: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, submit: Submit) -> Sequence:
@@ -66,6 +67,12 @@ class Sequence:
     def shares_state_with(self, other: Sequence) -> bool:
         """Whether equal prefixes of the two have the same state."""
         return (self.submit.namespace, self.submit.adapter) == (other.submit.namespace, other.submit.adapter)
+
+    def shared_prompt(self, other: Sequence) -> int:
+        """Tokens that this list shares with another one's prompt, its own last token left out. Compared once."""
+        if other.key not in self.shared_prompts:
+            self.shared_prompts[other.key] = common_prefix(self.tokens[:-1], other.tokens[: other.submit.prompt_count])
+        return self.shared_prompts[other.key]
 
     @property
     def prompt_missing(self) -> bool:

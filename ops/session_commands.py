@@ -13,7 +13,7 @@ from ops.flags import Group, client_flags, configured, confirm, destructive_flag
 
 @click.group(cls=Group)
 def sessions() -> None:
-    """List, show, park, pin and delete sessions."""
+    """List, show, fork, park, pin and delete sessions."""
 
 
 COMMANDS = (sessions,)
@@ -77,6 +77,37 @@ def sessions_park(config: Config, session: str, url: str | None, as_json: bool) 
         print_json(answer)
     else:
         click.echo(f"{session} is parked, {answer.get('durable', 0)} tokens on disk")
+
+
+@sessions.command("fork", exits=(4, 5))
+@click.argument("session")
+@click.option("--name", metavar="NAME", help="Name of the fork; one is made up if it is missing.")
+@click.option("--position", type=int, metavar="N", help="Begin with the first N tokens.")
+@click.option("--message", type=int, metavar="N", help="Begin with messages 0 to N.")
+@click.option("--stream", metavar="ID", help="Fork one of the session's streams: an earlier turn, or another choice.")
+@client_flags
+@json_flag
+@configured
+def sessions_fork(
+    config: Config,
+    session: str,
+    name: str | None,
+    position: int | None,
+    message: int | None,
+    stream: str | None,
+    url: str | None,
+    as_json: bool,
+) -> None:
+    """Make a session that begins as this one does. Nothing is copied; both go on."""
+    from ops.installation import find
+
+    client = find(config, url).need_gateway("forking")
+    wish = {"session_id": name, "position": position, "message": message, "stream": stream}
+    answer = client.post(client.session_path(session) + "/fork", {k: v for k, v in wish.items() if v is not None})
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer['id']} begins with {answer['tokens']} tokens of {session}")
 
 
 @sessions.command("rm", exits=(4, 5))

@@ -36,7 +36,7 @@ def concordia(*arguments: str, **environment: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    "command", [[], *([name] for name in COMMANDS), *(["sessions", n] for n in ("ls", "show", "park", "rm"))]
+    "command", [[], *([name] for name in COMMANDS), *(["sessions", n] for n in ("ls", "show", "fork", "park", "rm"))]
 )
 def test_every_command_has_help(command: list[str]) -> None:
     result = concordia(*command, "--help")
@@ -118,6 +118,7 @@ class Gateway(BaseHTTPRequestHandler):
         "/v1/sessions": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
         "/v1/sessions/a%20b": {"id": "a b", "tokens": 12, "turns": 1, "forgotten": True, "streams": ["s1"]},
         "/v1/sessions/a%20b/park": {"slots": 1, "durable": 11},
+        "/v1/sessions/a%20b/fork": {"id": "c", "tokens": 7},
     }
 
     def answer(self) -> None:
@@ -152,9 +153,13 @@ def test_sessions_are_listed_shown_parked_and_removed(url: str) -> None:
     assert "a b" in concordia("sessions", "ls", "--url", url).stdout
     assert "s1" in concordia("sessions", "show", "a b", "--url", url).stdout
     assert concordia("sessions", "park", "a b", "--url", url).stdout == "a b is parked, 11 tokens on disk\n"
+    forked = concordia("sessions", "fork", "a b", "--name", "c", "--position", "7", "--url", url)
+    assert forked.stdout == "c begins with 7 tokens of a b\n"
     assert concordia("sessions", "rm", "a b", "--url", url).exit_code == 5, "nobody can be asked"
     assert concordia("sessions", "rm", "a b", "--url", url, "--dry-run").exit_code == 0
-    assert all(method == "GET" for method, path, _ in Gateway.asked if "park" not in path), "nothing was deleted"
+    assert all(method == "GET" for method, path, _ in Gateway.asked if "park" not in path and "fork" not in path), (
+        "nothing was deleted"
+    )
     assert concordia("sessions", "rm", "a b", "--url", url, "--api-key", "k", "--yes").exit_code == 0
     assert Gateway.asked[-1] == ("DELETE", "/v1/sessions/a%20b", "Bearer k")
 
