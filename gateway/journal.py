@@ -117,7 +117,7 @@ class Recovery(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Migration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One move to another engine, written before the target's first token; downtime_ms: from the stop to that token.
+    """One move to another engine, written before the target's first token; downtime_ms: from the source's last token to that one.
 
     carried  "state" (copied while it went on) or "tokens" (computed again there; reason says why)
     """

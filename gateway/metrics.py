@@ -71,7 +71,7 @@ engine_losses = _counter("engine_losses", "Engines lost", ("reason",))
 streams_unprotected = _gauge("streams_unprotected", "Live streams that no hot standby follows (policy hot)")
 migrations = _counter("migrations", "Moves of streams to other engines, by how they ended", ("outcome",))
 migration_downtime_s = _histogram(
-    "migration_downtime_seconds", "Stop of the source to the target's first token", _GAP_S
+    "migration_downtime_seconds", "The source's last token to the target's first one", _GAP_S
 )
 poison_requests = _counter("poison_requests", "Requests ended because engines died of them")
 engine_hangs = _counter("engine_hangs", "Engines that were hung, by how", ("cause",))

@@ -13,7 +13,7 @@ the token list alone moves, and the answer says so.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -88,11 +88,10 @@ class Move:
     done: asyncio.Future[Move]
     phase: Phase = "precopy"
     reason: str = ""
-    stopped: float = 0.0
+    last_token: float = 0.0  # of the source; or when the move began
     copied_tokens: int = 0
     outcome: str = ""
     downtime_ms: float = 0.0
-    events: list[str] = field(default_factory=list)
 
     def view(self) -> dict[str, Any]:
         return {
@@ -133,7 +132,8 @@ class Moves:
             raise conflict(f"{target_name} takes no streams now (it is {target.shown_state}); choose another engine")
         assert source.hello is not None and target.hello is not None, "ready engines have said hello"
         same = source.hello.root == target.hello.root and stream.spec.capture
-        move = Move(stream, source.name, target.name, why, same, self._dispatcher.now(), _future())
+        now = self._dispatcher.now()
+        move = Move(stream, source.name, target.name, why, same, now, _future(), last_token=now)
         if not same:
             move.reason = (
                 "its state is not captured" if not stream.spec.capture else "the engines keep state in another form"
@@ -222,8 +222,9 @@ class Moves:
             return
         if move.phase == "resuming":
             self._finish(move, now)
-        elif move.phase == "precopy":
-            self._look(move)
+            return
+        move.last_token = now
+        self._look(move)
 
     def ended(self, stream: Stream) -> None:
         move = self.moves.get(stream.id)
@@ -289,7 +290,7 @@ class Moves:
 
     def _stop(self, move: Move, why: str) -> None:
         move.reason = move.reason or why
-        move.phase, move.stopped = "stopping", self._dispatcher.now()
+        move.phase = "stopping"
         target, source = self._dispatcher.engines[move.target], self._dispatcher.engines[move.source]
         state = target.followed.get(move.stream.id)
         move.copied_tokens = state.position if state else 0
@@ -315,7 +316,7 @@ class Moves:
 
     def _finish(self, move: Move, now: float) -> None:
         """The target's first token is about to be delivered."""
-        move.downtime_ms = (now - move.stopped) * 1000
+        move.downtime_ms = (now - move.last_token) * 1000
         move.outcome = "moved"
         move.stream.record(
             j.Migration(
