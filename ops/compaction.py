@@ -47,9 +47,18 @@ def run_compact(
     _report(counts, as_json, dry_run, took_s)
 
 
-def run_gc(here: Installation, as_json: bool, *, grace_s: float | None, dry_run: bool) -> None:
+def run_gc(
+    here: Installation, as_json: bool, *, grace_s: float | None, dry_run: bool, drop_locked: bool, yes: bool
+) -> None:
     """Free what nothing names. Raises StateRefused, StoreFailed, TierError."""
     need_data(here)
+    if drop_locked and not dry_run:
+        confirm("Give up everything that is sealed with keys that are not given?", yes=yes)
+        if here.owner:
+            keeper_client.drop_locked(here.paths.keeper_socket)
+        else:
+            with offline_drain(here.paths, here.config.tiers, without_keys=True) as drain:
+                drain.drop_locked()
     counts, took_s = _compact(here, as_json, GC_SETTLE_S, grace_s, dry_run, shrink=False)
     _report(counts, as_json, dry_run, took_s)
 

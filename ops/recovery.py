@@ -136,7 +136,9 @@ def _print_salvaged(saved: Salvaged) -> None:
 
 
 def _damaged(findings: list[Finding]) -> list[tuple[str, bytes]]:
-    return [(f.kind, bytes.fromhex(f.key)) for f in findings if f.kind in ("block", "tail", "point", "base")]
+    found = [(f.kind, bytes.fromhex(f.key)) for f in findings if f.kind in ("block", "tail", "point", "base")]
+    entries = [f.key.split("/") for f in findings if f.kind == "entry"]
+    return found + [(database, bytes.fromhex(key)) for database, key in entries]
 
 
 def _repair(here: Installation, findings: list[Finding], records: list[tuple[str, bytes, Recompute]]) -> Repaired:

@@ -226,16 +226,21 @@ def compact(
 
 @click.command(cls=Command, exits=(5,))
 @click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
-@click.option("--dry-run", is_flag=True, help="Only count what would be freed.")
+@click.option(
+    "--drop-locked", is_flag=True, help="Give up what is sealed with keys that are not given: they are forgotten."
+)
+@destructive_flags
 @client_flags
 @json_flag
 @configured
-def gc(config: Config, grace_s: float | None, dry_run: bool, url: str | None, as_json: bool) -> None:
+def gc(
+    config: Config, grace_s: float | None, drop_locked: bool, yes: bool, dry_run: bool, url: str | None, as_json: bool
+) -> None:
     """Free what no session names: blocks, tail pieces and rollback points of what was deleted or evicted. Folds nothing."""
     from ops.compaction import run_gc
     from ops.installation import find
 
-    run_gc(find(config, url), as_json, grace_s=grace_s, dry_run=dry_run)
+    run_gc(find(config, url), as_json, grace_s=grace_s, dry_run=dry_run, drop_locked=drop_locked, yes=yes)
 
 
 @click.command(cls=Command, exits=(5,))

@@ -22,6 +22,7 @@ from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, OtherFormat
 from tiers.export import Manifest, Opened, Slice, check_exported, export_session, find_stored
+from tiers.keys import Locked
 from tiers.offline import offline_drain, recover, waiting
 from tiers.store import StoreReader
 
@@ -51,6 +52,8 @@ def run_export(here: Installation, session: str, target: Path, as_json: bool, *,
         )  # fmt: skip
         with Bar(f"exporting {session}", quiet=as_json) as bar:
             written, resumed = export_session(store, target, found, manifest, tokens, bar)
+    except Locked as error:
+        raise StateRefused(str(error)) from error
     except BadBlock as error:
         raise BadData(f"{error}. `concordia repair` takes it out; then what is whole can be exported") from error
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
+from tiers.keys import Locked
 from tiers.lane import LaneReader, RecordHeader, RecordType
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.store import Progress, StoreReader, View
@@ -235,6 +236,8 @@ def _block_row(view: View, block: BlockId, start: int, end: int, check: bool) ->
         if not check:
             return StoredRow("block", block.hex(), start, end, 0, "not checked" if view.has_block(block) else "missing")
         size = view.block(block).frame.size
+    except Locked:
+        return StoredRow("block", block.hex(), start, end, 0, "locked")
     except BadBlock as error:
         return StoredRow("block", block.hex(), start, end, 0, f"bad: {error.what}")
     return StoredRow("block", block.hex(), start, end, size, "ok")
@@ -247,6 +250,8 @@ def _point_rows(view: View, parent: BlockId, check: bool) -> Iterator[StoredRow]
         try:
             if check:
                 size = view.point(PointId(key[-16:])).frame.size
+        except Locked:
+            state = "locked"
         except BadBlock as error:
             state = f"bad: {error.what}"
         yield StoredRow("point", key[-16:].hex(), entry.position, entry.position, size, state)
@@ -255,6 +260,8 @@ def _point_rows(view: View, parent: BlockId, check: bool) -> Iterator[StoredRow]
 def _tail_row(view: View, key: bytes, start: int, count: int, check: bool) -> StoredRow:
     try:
         size = view.tail(key).frame.size if check else 0
+    except Locked:
+        return StoredRow("tail", key.hex(), start, start + count, 0, "locked")
     except BadBlock as error:
         return StoredRow("tail", key.hex(), start, start + count, 0, f"bad: {error.what}")
     return StoredRow("tail", key.hex(), start, start + count, size, "ok" if check else "not checked")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tiers.errors import BadRecord, StoreBusy
 from tiers.keeper import Drain
+from tiers.keys import BadKeys
 from tiers.lane import LaneSet, RecordType
 from tiers.lock import is_held
 from tiers.paths import Paths
@@ -48,15 +49,29 @@ def writer_lock(paths: Paths) -> Iterator[None]:
 
 
 @contextmanager
-def offline_drain(paths: Paths, settings: TierSettings) -> Iterator[Drain]:
-    """A drain of this process, synced and closed when the with-block ends. Raises StoreBusy, StoreFailed."""
+def offline_drain(paths: Paths, settings: TierSettings, *, without_keys: bool = False) -> Iterator[Drain]:
+    """A drain of this process, synced and closed when the with-block ends. Raises StoreBusy, StoreFailed, BadKeys.
+
+    without_keys  also if a tenant's key isn't given while records wait in lanes: those of that tenant are passed over
+    """
     with writer_lock(paths):
         drain = Drain(paths, settings)
         try:
             drain.open()
+            if not without_keys and any(waiting(paths).values()):
+                _need_keys(drain)
             yield drain
         finally:
             drain.close()
+
+
+def _need_keys(drain: Drain) -> None:
+    with drain.store().snapshot() as view:
+        missing = {
+            tenant.namespace for _, tenant in view.tenants() if tenant.sealed and not view.keys.has(tenant.namespace)
+        }
+    if missing:
+        raise BadKeys(f"the store is sealed for {', '.join(sorted(missing))}, and that key isn't given")
 
 
 @dataclass(slots=True)

@@ -17,16 +17,18 @@ import msgspec
 
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
+from tiers.keys import Locked
 from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.store import Group, Progress, View
 from tiers.verify import stored_parents, whole_bases
 
 ASIDE = "broken"  # directory in DATA/store
+DATABASE = {"block": "blocks", "tail": "tails", "base": "bases"}
 
 
 class Damaged(NamedTuple):
-    """What to drop: kind `block` (16-byte id), `tail` or `point` (36-byte key), or `base` (16-byte key)."""
+    """What to drop: kind `block` (16-byte id), `tail` or `point` (36-byte key), `base` (16-byte key), `sequences` or `children`."""
 
     kind: str
     key: bytes
@@ -65,7 +67,7 @@ def repair_store(
     for kind, key in damaged:
         if not _is_bad(group, kind, key):
             continue
-        raw = group.raw("states", key[-16:]) if kind == "point" else group.raw(f"{kind}s", key)
+        raw = group.raw("states", key[-16:]) if kind == "point" else group.raw(DATABASE.get(kind, kind), key)
         if raw is not None:
             done.kept_aside.append(keep_aside(aside, f"{kind}-{key.hex()}", bytes(raw)))
         if kind == "block":
@@ -76,8 +78,10 @@ def repair_store(
             group.delete_point(key)
         elif kind == "base":
             group.delete_base(SessionKey(key))
-        else:
+        elif kind == "tail":
             group.delete_tail(key)
+        else:
+            group.delete_raw(kind, key)
         done.dropped += 1
     for key, progress in [(SequenceId(key), group.decode_progress(raw)) for key, raw in group.scan("sequences")]:
         _end_before_hole(group, key, progress, parents, dropped, key in live, done)
@@ -106,8 +110,12 @@ def _is_bad(view: View, kind: str, key: bytes) -> bool:
             view.point(PointId(key[-16:]))
         elif kind == "base":
             view.base(SessionKey(key))
-        else:
+        elif kind == "tail":
             view.tail(key)
+        else:
+            view.keys.open(kind, key, view.raw(kind, key) or b"")
+    except Locked:
+        return False  # whole, as far as anybody without its key can tell
     except BadBlock:
         return True
     return False

@@ -775,7 +775,13 @@ class Group(View):
 
     def put_child(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
         """Note a stored block's place among its parent's children."""
-        self._txn.put(_child_prefix(parent, tokens) + block, tokens, db=self._db[b"children"])
+        node = self.node(block)
+        tenant = self.tenant(node.tenant) if node is not None else None
+        self._put_child(tenant.namespace if tenant is not None else "", Sealed(block, parent, 0, tokens, []))
+
+    def delete_raw(self, database: str, key: bytes) -> None:
+        """Remove a small record that nothing is counted of."""
+        self._txn.delete(key, db=self._db[database.encode()])
 
     def delete_block(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
         """Remove a block and its place among its parent's children."""

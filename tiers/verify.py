@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from tiers.base import Base, SessionKey
 from tiers.errors import BadBlock, BadRecord
+from tiers.keys import Locked
 from tiers.lane import LaneSet, RecordType
 from tiers.layout import BlockId, PointId, SequenceId
 from tiers.store import PointEntry, Progress, StoreReader, View, unpack_node
@@ -33,7 +34,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "point", "base", "record", "parent", "journal"]
+    kind: Literal["block", "tail", "point", "base", "entry", "record", "parent", "journal"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()
@@ -49,6 +50,7 @@ class Checked:
     records: int = 0
     sequences: int = 0
     bases: int = 0
+    locked: int = 0  # sealed with a key that isn't here: not looked at
     bytes: int = 0
 
 
@@ -85,6 +87,8 @@ def _bad_blocks(store: StoreReader, counts: Checked, pace: Callable[[Checked], N
             for key in keys:
                 try:
                     counts.bytes += view.block(BlockId(key)).frame.size
+                except Locked:
+                    counts.locked += 1
                 except BadBlock as error:
                     yield BlockId(key), error.what
                 counts.blocks += 1
@@ -109,11 +113,14 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
             progress = view.decode_progress(raw)
             for block, span in _chain(view, parents, progress):
                 _note(block, span, affected, parents, missing)
-        bad_bases = []
-        for key, _ in view.scan("bases"):
+        bad_bases = list(_bad_entries(view, counts))
+        for key, _ in view.scan_raw("bases"):
             counts.bases += 1
             try:
                 base = view.base(SessionKey(key))
+            except Locked:
+                counts.locked += 1
+                continue
             except BadBlock as error:
                 bad_bases.append(Finding("base", key.hex(), error.what))
                 continue
@@ -124,6 +131,18 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
         yield Finding("block", block.hex(), reason, tuple(affected[block]))
     for block, spans in missing.items():
         yield Finding("parent", block.hex(), "a block that others lean on is not stored", tuple(spans))
+
+
+def _bad_entries(view: View, counts: Checked) -> Iterator[Finding]:
+    """Small sealed records that don't open with their key; others have no checksum of their own."""
+    for database in ("sequences", "children"):
+        for key, raw in view.scan_raw(database):
+            try:
+                view.keys.open(database, key, raw)
+            except Locked:
+                counts.locked += 1
+            except BadBlock as error:
+                yield Finding("entry", f"{database}/{key.hex()}", error.what)
 
 
 def _note(
@@ -145,7 +164,7 @@ def base_chain(base: Base) -> Iterator[tuple[BlockId, Affected]]:
 
 def stored_parents(view: View) -> dict[BlockId, BlockId]:
     """Parent of each block, from the small databases: a bad block's own header can't be trusted."""
-    parents = {BlockId(key[-16:]): BlockId(key[:16]) for key, _ in view.scan("children")}
+    parents = {BlockId(key[-16:]): BlockId(key[:16]) for key, _ in view.scan_raw("children")}
     return parents | {BlockId(key): unpack_node(raw).parent for key, raw in view.scan("nodes")}
 
 
@@ -171,6 +190,8 @@ def _bad_tails(store: StoreReader, counts: Checked, pace: Callable[[Checked], No
                 counts.tails += 1
                 try:
                     counts.bytes += view.tail(key).frame.size
+                except Locked:
+                    counts.locked += 1
                 except BadBlock as error:
                     findings.append(_bad_tail(view, key, error))
         yield from findings
@@ -192,7 +213,7 @@ def _bad_tail(view: View, key: bytes, error: BadBlock) -> Finding:
 
 def whole_bases(view: View) -> Iterator[Base]:
     """Compacted sessions whose own record is intact."""
-    for key, _ in view.scan("bases"):
+    for key, _ in view.scan_raw("bases"):
         try:
             base = view.base(SessionKey(key))
         except BadBlock:
@@ -211,6 +232,8 @@ def _bad_points(store: StoreReader, counts: Checked, pace: Callable[[Checked], N
                 counts.points += 1
                 try:
                     counts.bytes += view.point(PointId(key[-16:])).frame.size
+                except Locked:
+                    counts.locked += 1
                 except BadBlock as error:
                     bad.append((key, entry, error.what))
             findings = [Finding("point", key.hex(), reason, _leaning(view, key, entry)) for key, entry, reason in bad]

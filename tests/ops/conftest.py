@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Place:
     """One data directory with its lanes, and `concordia` run on it."""
 
     world: World
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def paths(self) -> Paths:
@@ -39,7 +40,7 @@ class Place:
     def run(self, *arguments: str) -> Result:
         clean = {name: None for name in os.environ if name.startswith("CONCORDIA_")}
         where = ("--data-dir", str(self.paths.data_dir), "--lane-dir", str(self.paths.lane_dir))
-        return CliRunner().invoke(cli.main, [*arguments, *where], env=clean)
+        return CliRunner().invoke(cli.main, [*arguments, *where], env={**clean, **self.environment})
 
     def json(self, *arguments: str, code: int = 0) -> Any:
         """The command's JSON; it must end with `code`."""
@@ -51,7 +52,7 @@ class Place:
         """What a command that ends with `code` says on stderr, which is one line."""
         result = self.run(*arguments)
         assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
-        assert result.stderr.startswith("concordia: "), result.stderr
+        assert result.stderr.splitlines()[-1].startswith("concordia: "), result.stderr
         return result.stderr
 
     def session(self, name: str, tokens: np.ndarray, *, cuts: list[int] | None = None, drained: bool = True) -> None:
