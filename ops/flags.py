@@ -20,7 +20,7 @@ from ops.client import Client
 from ops.config import Config
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from tiers.errors import Lost, OtherModel, StoreBusy, TierError
-from tiers.keys import BadKeys
+from tiers.keys import BadKeys, Locked
 
 EXITS = {
     0: "done",
@@ -76,7 +76,7 @@ class Group(click.Group):
 
 def tier_exit_code(error: TierError) -> int:
     """Exit code of an error that a command didn't expect."""
-    if isinstance(error, StoreBusy | BadKeys):
+    if isinstance(error, StoreBusy | BadKeys | Locked):
         return StateRefused.exit_code
     if isinstance(error, OtherModel):
         return ModelError.exit_code

@@ -48,7 +48,7 @@ def test_without_its_key_nothing_is_shown_and_nothing_is_dropped(
     assert sealed.json("repair", "--yes")["dropped"] == 0
     assert sealed.run("inspect", "chat").exit_code == 1
     assert sealed.run("export", "chat", "-o", str(tmp_path / "f")).exit_code == 5
-    assert sealed.json("gc", "--grace-s", "0")["counts"].get("freed_blocks", 0) == 0
+    assert "key" in sealed.refused(5, "gc", "--grace-s", "0"), "what the locked names can't be known"
     monkeypatch.setenv(KEYS_VARIABLE, KEY)
     sealed.environment[KEYS_VARIABLE] = KEY
     assert sealed.world.restorable(TOKENS) == 43
