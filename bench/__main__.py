@@ -28,6 +28,7 @@ NAMES = (
     "resume_kinds",
     "state_bytes",
     "scan",
+    "churn",
     "deterministic",
     "fork",
     "grammar",

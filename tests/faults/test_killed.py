@@ -12,6 +12,7 @@ import pytest
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.faults.processes import Processes, died_of_kill, wait_for
 from tests.tiers.sample import BLOCK, World, append_rows, sequence, some_tokens
+from tests.tiers.test_compaction import compact
 from tiers import failpoints
 from tiers.errors import KeeperAway
 from tiers.keeper import Drain
@@ -24,7 +25,7 @@ from tiers.store import Store
 from tiers.verify import verify
 
 TOKENS = some_tokens(11 * BLOCK + 3)
-COUNTED = ("blocks", "children", "tails", "sequences", "roots", "streams", "points")
+COUNTED = ("blocks", "nodes", "children", "tails", "sequences", "roots", "streams", "points", "states", "bases")
 DRAIN_POINTS = [name for name in failpoints.NAMES if name.startswith("drain.")]
 APPEND_POINTS = [name for name in failpoints.NAMES if name.startswith("append.")]
 
@@ -185,3 +186,66 @@ def test_failpoints_cost_nothing_when_off_and_refuse_unknown_names() -> None:
         failpoints.reach("drain.put.before")  # only once
     finally:
         failpoints.arm(None)
+
+
+COMPACTOR = """
+import sys
+from tests.faults.test_killed import compacted
+from tests.tiers.sample import World
+from tiers.paths import Paths
+compacted(World(Paths.at(sys.argv[1], sys.argv[2])))
+"""
+
+
+def sessions_of(world: World) -> None:
+    """Two turns of three sessions, the second of which drops the end of the first."""
+    lane = world.lane()
+    for index in range(3):
+        first, second = some_tokens(5 * BLOCK + 3, seed=index), some_tokens(6 * BLOCK + 5, seed=index)
+        second[30:] += 1
+        for turn, tokens in enumerate((first, second)):
+            name = f"{index}-{turn}"
+            world.capture(lane, name, tokens, [len(tokens)], session=f"session-{index}")
+            lane.append_close(sequence(name), 1, len(tokens))
+            world.drain()
+    lane.close()
+
+
+def compacted(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    compact(drain)
+    drain.close()
+
+
+@pytest.fixture(scope="module")
+def compacted_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    directory = tmp_path_factory.mktemp("compacted")
+    world = World(Paths.at(directory / "data", directory / "lanes").make())
+    sessions_of(world)
+    compacted(world)
+    return left(world)
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("compact.base_switch.before", 2), ("compact.base_switch.after", 1), ("compact.base_switch.after", 3)]
+    + [("compact.free.before", 1), ("compact.free.after", 1)],
+)
+def test_killed_compaction(
+    name: str, count: int, world: World, processes: Processes, compacted_undisturbed: dict[str, int]
+) -> None:
+    """Resumed by the next one: the same bases, the same blocks, nothing left over."""
+    sessions_of(world)
+    process = processes.start(
+        "-c", COMPACTOR, str(world.paths.data_dir), str(world.paths.lane_dir), CONCORDIA_FAILPOINT=f"{name}:{count}"
+    )
+    assert died_of_kill(process)
+    kept = [some_tokens(6 * BLOCK + 5, seed=index) for index in range(3)]
+    for tokens in kept:
+        tokens[30:] += 1
+        assert world.restorable(tokens) == len(tokens)
+    compacted(world)
+    for tokens in kept:
+        assert world.restorable(tokens) == len(tokens)
+    assert left(world) == compacted_undisturbed
+    assert_clean(world)

@@ -1,0 +1,270 @@
+"""Seeded random work on lanes and store with random kills, against a model in memory: `python -m tests.faults.soak --seconds 3600`.
+
+The model holds, for every session, its tokens and how far they were captured; rows follow from (position, token), so every row that is
+restored can be compared. Work: turns that append, branch, shrink and share prefixes; drains with and without sync; compaction, removal,
+pins. Kills: SIGKILL of the keeper at a random moment and at random failpoints, of a writer in a record, and errors of the disk. After
+each kill everything that was captured must be restorable, and at the end of each round `verify` is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tests.faults.layer import Layer
+from tests.faults.processes import Processes, stats, wait_for
+from tests.tiers.sample import BLOCK, LAYOUT, World, append_rows, read_all, sequence
+from tiers import failpoints, keeper_client
+from tiers.errors import KeeperAway, LaneFull, TierError
+from tiers.lane import LaneWriter
+from tiers.paths import Paths
+from tiers.prefix import PrefixFinder
+from tiers.store import StoreReader
+from tiers.verify import verify
+
+SESSIONS = 24
+TURN_TOKENS = 60
+KILLS = [name for name in failpoints.NAMES if name.startswith(("drain.", "compact.base", "compact.free"))]
+
+
+@dataclass
+class Session:
+    """One conversation: its tokens as the gateway would have them, and the newest submission's captured position."""
+
+    name: str
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    turn: int = 0
+
+
+@dataclass
+class Soak:
+    """One run. `step` does one random thing."""
+
+    world: World
+    layer: Layer
+    random: np.random.Generator
+    processes: Processes = field(default_factory=Processes)
+    sessions: list[Session] = field(default_factory=lambda: [Session(f"session-{index}") for index in range(SESSIONS)])
+    counts: Counter[str] = field(default_factory=Counter)
+    lane: LaneWriter | None = None
+
+    @classmethod
+    def start(cls, directory: Path, lanes: Path, seed: int) -> Soak:
+        world = World(Paths.at(directory / "data", lanes).make())
+        settings = dataclasses.replace(
+            world.settings, lane_bytes=1 << 18, lane_record_count=512, drain_interval_ms=5, sync_interval_ms=30,
+            tail_interval_ms=50, compact_after_s=0.2, compact_interval_s=0.3, store_map_bytes=256 << 20,
+        )  # fmt: skip
+        soak = cls(World(world.paths, settings), Layer.over(world.paths.store, directory), np.random.default_rng(seed))
+        soak.lane = soak.world.lane()
+        soak.new_keeper()
+        return soak
+
+    # ------------------------------------------------------------ work
+
+    def step(self) -> None:
+        """One random action of ten kinds, in proportions that keep lanes and store busy."""
+        kinds = [self.turn] * 12 + [self.check_one] * 6 + [self.drain] * 3
+        kinds += [self.compact, self.remove, self.kill_keeper, self.kill_at_failpoint, self.break_disk, self.new_writer]
+        act = kinds[int(self.random.integers(len(kinds)))]
+        self.counts[act.__name__] += 1
+        act()
+
+    def turn(self) -> None:
+        """A session goes on, goes on from an earlier point, or begins as another one does."""
+        session = self.pick()
+        keep = len(session.tokens)
+        if keep and self.random.random() < 0.25:
+            keep = int(self.random.integers(keep))
+        tokens = session.tokens[:keep]
+        if self.random.random() < 0.15:
+            other = self.pick().tokens
+            tokens = other[: int(self.random.integers(len(other) + 1))]
+        if len(tokens) > 600:
+            tokens = tokens[:0]
+        fresh = self.random.integers(0, 50_000, int(self.random.integers(1, TURN_TOKENS))).astype(np.int32)
+        session.turn += 1
+        session.tokens = np.concatenate([tokens, fresh])
+        self.capture(session)
+
+    def capture(self, session: Session) -> None:
+        """As an engine would: what is restorable isn't captured again; a full lane is waited for."""
+        name, tokens = f"{session.name}-{session.turn}", session.tokens
+        start = min(self.restorable(tokens), len(tokens) - 1) // BLOCK * BLOCK
+        lane, position = self.lane, start
+        assert lane is not None
+        self.retried(lambda: self.world.capture(lane, name, tokens, [], start=start, session=session.name))
+        while position < len(tokens):
+            end = min(len(tokens), position + int(self.random.integers(1, 20)))
+            begin = position
+            self.retried(lambda: append_rows(lane, name, begin, tokens[begin:end]))  # noqa: B023
+            position = end
+        self.retried(lambda: lane.append_close(sequence(name), 1, len(tokens)))
+
+    def retried(self, append: object) -> None:
+        def attempt() -> bool:
+            try:
+                append()  # type: ignore[operator]
+            except LaneFull:
+                self.counts["lane_full"] += 1
+                return False
+            return True
+
+        wait_for("room in the lane", attempt)
+
+    def drain(self) -> None:
+        self.ask(lambda: keeper_client.drain(self.world.paths.keeper_socket, sync=self.random.random() < 0.5))
+
+    def compact(self) -> None:
+        self.ask(lambda: keeper_client._ask(self.world.paths.keeper_socket, {"op": "compact"}, 30))
+
+    def remove(self) -> None:
+        """A session is deleted: what others share with it must stay."""
+        session = self.pick()
+        session.tokens = session.tokens[:0]
+        request = {"op": "remove", "namespace": "default", "session": session.name, "force": True, "dry_run": False}
+        self.ask(lambda: keeper_client._ask(self.world.paths.keeper_socket, request, 30))
+
+    # ------------------------------------------------------------ faults
+
+    def kill_keeper(self) -> None:
+        time.sleep(float(self.random.uniform(0, 0.02)))
+        self.keeper.kill()
+        self.replace_keeper()
+
+    def kill_at_failpoint(self) -> None:
+        """The next keeper dies at a failpoint; the one after it goes on."""
+        self.keeper.kill()
+        self.keeper.wait(60)
+        self.new_keeper(f"{KILLS[int(self.random.integers(len(KILLS)))]}:{int(self.random.integers(1, 6))}")
+        for _ in range(3):
+            self.turn()
+        self.keeper.kill()
+        self.replace_keeper()
+
+    def replace_keeper(self) -> None:
+        self.keeper.wait(60)
+        self.check_all()
+        self.new_keeper()
+        wait_for("the keeper", lambda: stats(self.world) is not None)
+
+    def new_keeper(self, failpoint: str = "") -> None:
+        self.keeper = self.processes.keeper(self.world, env=self.layer.environment(), failpoint=failpoint)
+
+    def break_disk(self) -> None:
+        """The disk fails for a while; the lane takes what comes, and every row can be read meanwhile."""
+        fault = ["space", "sync", "write", "slow"][int(self.random.integers(4))]
+        self.layer.fail(fault, "20" if fault == "slow" else "")
+        assert self.lane is not None
+        if self.lane.free_bytes > self.lane.lane_bytes // 2 and self.lane.head - self.lane.tail < 300:
+            self.turn()
+        self.check_one()
+        time.sleep(float(self.random.uniform(0, 0.1)))
+        self.layer.heal(fault)
+
+    def new_writer(self) -> None:
+        """The engine dies in the middle of a record, and another takes the lane over."""
+        assert self.lane is not None
+        try:
+            self.lane.reserve_rows(LAYOUT, 3)
+        except LaneFull:
+            pass
+        self.lane.close()
+        self.lane = self.world.lane()
+
+    # ------------------------------------------------------------ what must hold
+
+    def check_one(self) -> None:
+        self.check(self.pick())
+
+    def check_all(self) -> None:
+        for session in self.sessions:
+            self.check(session)
+
+    def check(self, session: Session) -> None:
+        """Every token of the session is restorable, and every row is right."""
+        found = self.restorable(session.tokens)
+        assert found == len(session.tokens), f"{session.name}: {found} of {len(session.tokens)} tokens are left"
+        self.counts["rows_compared"] += found
+
+    def restorable(self, tokens: np.ndarray) -> int:
+        """Read and compared row by row; tried again if the writer or a compaction was faster."""
+        if not len(tokens):
+            return 0
+        for attempt in range(20):
+            reader = StoreReader(self.world.paths.store, map_bytes=self.world.settings.store_map_bytes)
+            finder = PrefixFinder(reader, self.world.paths.lane_dir)
+            try:
+                return read_all(finder, tokens)[0]
+            except TierError:
+                if attempt == 19:
+                    raise
+            finally:
+                finder.close()
+                reader.close()
+        raise AssertionError
+
+    def end(self) -> None:
+        """A last round: everything to disk, checked; then clean."""
+        for what in ("space", "sync", "write", "slow"):
+            self.layer.heal(what)
+        self.check_all()
+        if self.keeper.poll() is not None:
+            self.new_keeper()
+        wait_for("a drain", lambda: self.ask(lambda: keeper_client.drain(self.world.paths.keeper_socket, sync=True)))
+        self.keeper.terminate()
+        assert self.keeper.wait(60) == 0
+        self.check_all()
+        paths = self.world.paths
+        assert list(verify(paths.store, paths.lane_dir, map_bytes=self.world.settings.store_map_bytes)) == []
+
+    def ask(self, question: object) -> bool:
+        try:
+            question()  # type: ignore[operator]
+        except (KeeperAway, TierError):
+            return False
+        return True
+
+    def pick(self) -> Session:
+        return self.sessions[int(self.random.integers(len(self.sessions)))]
+
+
+def run(seconds: float, seed: int) -> Counter[str]:
+    """Work for so long; returns what was done. Raises AssertionError."""
+    directory = Path(tempfile.mkdtemp(prefix="concordia-soak-"))
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    lanes = Path(tempfile.mkdtemp(prefix="concordia-soak-", dir=shared))
+    soak = Soak.start(directory, lanes, seed)
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            soak.step()
+        soak.end()
+    finally:
+        soak.processes.end()
+        shutil.rmtree(lanes, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)  # what failed stays, to be looked at
+    return soak.counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    print("seed", options.seed, flush=True)
+    for name, count in run(options.seconds, options.seed).most_common():
+        print(f"{name:20} {count}")
+
+
+if __name__ == "__main__":
+    main()
