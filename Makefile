@@ -14,7 +14,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 SIDE_BY_SIDE := -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format demo soak bench pins clean
+.PHONY: help setup serve test check format demo soak bench gpu pins clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store,
 bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@exec $(PY) -m bench $(ARGS)
+
+gpu: $(STAMP)  ## on a machine with a GPU: check the device handlers, then measure them, in under eight minutes (ARGS=--quick)
+	@exec $(PY) -m bench.gpu $(ARGS)
 
 pins: $(STAMP)  ## write what is installed now into constraints.txt
 	@bash ops/pins.sh $(VENV)

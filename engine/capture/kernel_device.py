@@ -337,6 +337,11 @@ class KernelRows:
         """Whether the gatherer is compiled. Raises CompileFailed if it cannot be."""
         return self._gather.done() and bool(self._gather.result())
 
+    def wait_ready(self) -> None:
+        """Block until both handlers are compiled."""
+        self._gather.result()
+        self._scatter.result()
+
     def reach(self, buffer: Buffer) -> None:
         """Frames inside this registered memory are read and written in place."""
         self._reachable.append(buffer)

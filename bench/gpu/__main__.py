@@ -1,0 +1,136 @@
+"""`make gpu`: correctness, then every measurement, one table, one JSON file. Under eight minutes; what did not fit is said.
+
+    python -m bench.gpu [--quick] [--limit SECONDS] [--out FILE]
+
+Exit status: 0 measured, 1 something is wrong on the device (nothing is timed then), 3 no CUDA device that can be used, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.gpu import ceilings, correctness, engine, rows, scan, training, trigger
+from bench.gpu.lab import Lab, Row
+from bench.report import RESULTS, commit, machine
+
+SECTIONS: dict[str, Callable[[Lab], list[Row]]] = {
+    "ceilings": ceilings.measure,
+    "scan": scan.measure,
+    "rows": rows.measure,
+    "trigger": trigger.measure,
+    "training": training.measure,
+    "engine": engine.measure,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewest sizes and rounds: does it run at all")
+    parser.add_argument("--limit", type=float, default=460.0, help="seconds for everything (default 460)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="where the JSON goes")
+    options = parser.parse_args()
+    lab, why_not = open_lab(options.quick)
+    if lab is None:
+        print(f"gpu: {why_not}", file=sys.stderr)
+        return 3
+    began = time.monotonic()
+    found = correctness.check(limit_s=150.0)
+    right = correctness.passed(found)
+    facts = device_facts(lab)
+    if right:
+        lab.driver.proof_of_executor().touch()  # type: ignore[attr-defined]
+        found += run_sections(lab, began + options.limit)
+    print_table(found, facts)
+    save(found, facts, options.out, time.monotonic() - began, right)
+    return 0 if right else 1
+
+
+def open_lab(quick: bool) -> tuple[Lab | None, str]:
+    """The first CUDA device, or why there is none."""
+    from engine.capture.cuda_driver import CudaDriver
+    from engine.capture.errors import CaptureError
+
+    if not torch.cuda.is_available():
+        return None, "torch sees no CUDA device (a CPU build of torch, or no driver); nothing was measured"
+    try:
+        driver = CudaDriver()
+    except CaptureError as error:
+        return None, f"{error}; nothing was measured"
+    driver.cache.directory.mkdir(parents=True, exist_ok=True)
+    return Lab(driver, torch.device("cuda", 0), quick, rounds=8 if quick else 30), ""
+
+
+def run_sections(lab: Lab, deadline: float) -> list[Row]:
+    """Every section that begins before the deadline; one that fails is a row that says so."""
+    found = []
+    for name, measure in SECTIONS.items():
+        if time.monotonic() > deadline:
+            found.append(Row(name, "not run", 0.0, "", note="out of time"))
+            continue
+        began = time.monotonic()
+        try:
+            found += measure(lab)
+        except Exception as error:  # noqa: BLE001 - the other sections are worth their figures
+            traceback.print_exc()
+            found.append(Row(name, "failed", 0.0, "", note=f"{type(error).__name__}: {error}"[:120]))
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def device_facts(lab: Lab) -> dict[str, Any]:
+    """What a figure depends on."""
+    driver: Any = lab.driver
+    compiler = ".".join(str(part) for part in driver._nvrtc.version)
+    return {
+        "device": driver.title,
+        "architecture": driver.architecture,
+        "multiprocessors": driver.multiprocessors,
+        "driver": driver.cupy.cuda.runtime.driverGetVersion(),
+        "cupy": driver.cupy.__version__,
+        "nvrtc": compiler,
+        "torch": torch.__version__,
+    }
+
+
+def print_table(found: list[Row], facts: dict[str, Any]) -> None:
+    """One table on stdout."""
+    table = Table(title=f"{facts.get('device', 'device')}, driver {facts.get('driver', '?')}")
+    for heading in ("section", "case", "value", "baseline", "ratio", "wanted", "note"):
+        table.add_column(heading, justify="left" if heading in ("section", "case", "note") else "right")
+    for row in found:
+        value, baseline = (f"{number:.4g} {row.unit}" if number else "" for number in (row.value, row.baseline))
+        table.add_row(
+            row.section, row.case, value, baseline, f"{row.ratio:.4g}" if row.ratio else "", row.want, row.note
+        )
+    Console(file=sys.stdout, width=180).print(table)
+
+
+def save(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> None:
+    """The JSON file; its content is also the last line on stdout, without the rows."""
+    line = {
+        "bench": "gpu",
+        "commit": commit(),
+        "machine": machine(),
+        "facts": facts,
+        "correct": right,
+        "seconds": round(seconds, 1),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**line, "rows": [asdict(row) for row in found]}, indent=1) + "\n")
+    print(json.dumps({**line, "rows": len(found), "file": str(path)}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`make gpu` measured on this CPU: every section runs and reports what it says, whatever the figures are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as bench
+from bench.gpu import correctness, scan
+from bench.gpu.lab import Lab, Row
+from bench.report import ROOT
+from tests.engine.capture.shim_driver import ShimDriver
+
+
+@pytest.fixture
+def lab(shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    monkeypatch.setattr(scan, "_VARIANTS", scan._VARIANTS[:1])
+    return Lab(shim_driver, torch.device("cpu"), quick=True, scale=512, rounds=2)
+
+
+def test_every_section_runs_and_tells_its_cases(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench.run_sections(lab, deadline=1e12)
+    failed = [row for row in found if row.case in ("failed", "not run")]
+    assert not failed, failed
+    assert {row.section for row in found} == set(bench.SECTIONS)
+    cases = " ".join(row.case for row in found)
+    for words in (
+        "nothing changed",
+        "pages changed",
+        "sequences",
+        "by executor",
+        "graph replay",
+        "matrix product",
+        "LoRA",
+        "decode",
+    ):
+        assert words in cases
+    bench.print_table(found, {"device": "none"})
+    bench.save(found, {"device": "none"}, tmp_path / "gpu.json", 1.0, True)
+    saved = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(saved["rows"]) == len(found)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert json.loads(last)["rows"] == len(found)
+
+
+def test_a_section_that_fails_or_comes_too_late_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(lab: Lab) -> list[Row]:
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(bench, "SECTIONS", {"scan": broken})
+    (row,) = bench.run_sections(lab, deadline=1e12)
+    assert (row.case, row.note) == ("failed", "RuntimeError: an illegal address")
+    (row,) = bench.run_sections(lab, deadline=0.0)
+    assert row.note == "out of time"
+
+
+def test_nothing_is_timed_where_something_is_wrong() -> None:
+    right, wrong = Row("correctness", "a", 1.0, "passed"), Row("correctness", "b", 0.0, "passed")
+    missing = Row("correctness", "compute-sanitizer", 0.0, "", note="not installed, so not run")
+    assert correctness.passed([right, missing])
+    assert not correctness.passed([right, wrong])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: `make gpu` itself is the test")
+def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
+    command = [sys.executable, "-m", "bench.gpu"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 3
+    assert "no CUDA device" in done.stderr and done.stdout == ""
