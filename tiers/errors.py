@@ -5,6 +5,7 @@
     │   ├── LaneFull       no room in the ring or its directory
     │   ├── LaneBusy       another process still holds the lane as its writer
     │   ├── KeeperAway     the keeper didn't answer within the deadline
+    │   ├── OverBudget     the store may not grow until sessions were evicted
     │   └── StoreBusy      a live keeper or host agent owns the data directory
     ├── Lost           that copy is unusable: take another one, or recompute
     │   ├── BadRecord      a record of a lane: overwritten, torn or flipped
@@ -115,6 +116,12 @@ class TooLarge(Refused):
 
 class Poisoned(TierError):
     """The object can't be used any more; open it again."""
+
+
+class OverBudget(Retry):
+    """What the store may take of the disk is used up."""
+
+    hint = "State stays in the lanes until sessions are evicted; raise disk_budget_bytes, unpin or end sessions if none can be"
 
 
 class StoreFailed(Poisoned):

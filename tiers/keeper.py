@@ -33,6 +33,7 @@ from tiers.base import SessionKey, session_key
 from tiers.clock import SteadyClock
 from tiers.compaction import (
     GRACE_S,
+    MAP_SHARE,
     Budget,
     Compaction,
     Now,
@@ -43,12 +44,13 @@ from tiers.compaction import (
     session_uses,
     tenant_bytes,
 )
-from tiers.errors import BadBlock, BadRecord, OtherFormat, StaleEpoch, StoreFailed, TierError
+from tiers.errors import BadBlock, BadRecord, OtherFormat, OverBudget, StaleEpoch, StoreFailed, TierError
 from tiers.export import import_slice
 from tiers.keys import Locked
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType, lane_size
 from tiers.layout import BlockId, RootId, SequenceId, block_chain, chain_root, point_id
 from tiers.lock import is_held
+from tiers.pages import cached_bytes, drop_cached
 from tiers.paths import Paths
 from tiers.repair import ASIDE, Damaged, repair_store
 from tiers.settings import TierSettings
@@ -118,6 +120,7 @@ class Drain:
         self._checked_at = time.monotonic()
         self._unsynced = False
         self.failing = ""
+        self.cached_bytes = 0  # of the store's file, when it was looked at last
         self.counts: Counter[str] = Counter()
 
     def open(self) -> None:
@@ -150,12 +153,34 @@ class Drain:
 
     def settle(self) -> None:
         """Take everything and free the lanes: what is deleted now doesn't come back out of a lane after a crash. Raises StoreFailed."""
-        self.flush(sync=True)
+        try:
+            self.flush(sync=True)
+        except OverBudget:
+            self.sync()
+            self._name_unread()
 
     def catch_up(self) -> None:
-        """Take all records that are in the lanes. Raises StoreFailed."""
-        while self.step():
-            pass
+        """Take all records that are in the lanes, or at least see what they name. Raises StoreFailed."""
+        try:
+            while self.step():
+                pass
+        except OverBudget:
+            self._name_unread()
+
+    def _name_unread(self) -> None:
+        """Sequences that open in the lanes lean on blocks, before they can be taken."""
+        if self.named is None:
+            return
+        for lane in self._lanes.scan():
+            for header in lane.records(self._next(lane)):
+                if header.type == RecordType.OPEN:
+                    try:
+                        o = lane.open_payload(header)
+                    except BadRecord:
+                        continue
+                    tokens = np.frombuffer(o.tokens, "<i4")
+                    self.named.update(block_chain(RootId(o.root), o.namespace, tokens, o.block_tokens))
+                    self.named.add(header.sequence)
 
     # ------------------------------------------------------------ one group commit
 
@@ -172,6 +197,7 @@ class Drain:
         if not batch.records and not self._dirty:
             return False
         store = self._open_store()
+        self._check_budget(store, batch)
         started = time.monotonic()
         counts = Counter(self.counts)
         try:
@@ -191,6 +217,21 @@ class Drain:
         elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane in lanes):
             self.sync()  # the lanes need the room sooner than the interval ends
         return batch.more
+
+    def _check_budget(self, store: Store, batch: Batch) -> None:
+        """Put nothing that the budget has no room for: compaction then evicts. Raises OverBudget."""
+        limit = int(MAP_SHARE * store.map_bytes())
+        limit = min(self._settings.disk_budget_bytes or limit, limit)
+        size = sum(header.payload_bytes for _, header in batch.records)
+        used = store.usage().total_bytes
+        if not batch.records or used + size <= limit:
+            return
+        error = OverBudget("the store's budget is used up", where=str(store.path), cause=f"{used} of {limit} bytes")
+        if not self.failing:
+            log.error("drain.over_budget", error=str(error))
+        self.failing = str(error)
+        self.counts["over_budget"] += 1
+        raise error
 
     def _drop_gone_lanes(self) -> None:
         """A lane whose file is gone takes along what waited in it: those sequences are as far as they are stored."""
@@ -535,6 +576,17 @@ class Drain:
         self._synced_positions.clear()
         self._free()
 
+    def _trim_cache(self) -> None:
+        """Give page cache back, as far as the budget asks for it and no process has the pages mapped."""
+        limit = self._settings.memory_budget_bytes
+        if not limit:
+            return
+        data = self._paths.store / "data.mdb"
+        self.cached_bytes = cached_bytes(data)
+        if self.cached_bytes > limit:
+            drop_cached(data, self.cached_bytes - int(0.9 * limit))
+            self.cached_bytes = cached_bytes(data)
+
     def _check_store(self) -> None:
         """Free dead readers' snapshots, and notice that somebody deleted the file that is being written."""
         assert self._store is not None
@@ -551,6 +603,7 @@ class Drain:
         if self._store is not None and now - self._checked_at >= READER_CHECK_S:
             self._checked_at = now
             self._check_store()
+            self._trim_cache()
         overdue = 1000 * (time.monotonic() - self._synced_at) >= self._settings.sync_interval_ms
         if self._unsynced and overdue and self._settings.durability != "process":
             self.sync()
@@ -654,6 +707,11 @@ class Drain:
                 )
             stats["store_bytes"] = self._store.used_bytes()
             stats["live_bytes"] = self._store.usage().total_bytes
+            stats["cached_bytes"] = self.cached_bytes
+            stats["budgets"] = {
+                "disk": [stats["live_bytes"], self._settings.disk_budget_bytes],
+                "memory": [self.cached_bytes, self._settings.memory_budget_bytes],
+            }
             stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
         stats["io_write_bytes"] = _io_write_bytes()
         return stats
@@ -767,6 +825,8 @@ class Drain:
             if folds or budget.ttl_s:
                 return True
             tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
+        if self.counts["over_budget"] and self.failing:
+            return True
         limits = [(usage.total_bytes, budget.disk_bytes), *((used, budget.tenant_bytes) for used in tenants.values())]
         return any(limit and used > 0.9 * limit for used, limit in limits)
 
@@ -783,7 +843,7 @@ class Drain:
 
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
-    "captured_bytes", "bad_records", "bad_blocks",
+    "captured_bytes", "over_budget", "bad_records", "bad_blocks",
     "stale_records", "orphan", "gap", "store_failures",
 )  # fmt: skip
 
@@ -984,6 +1044,9 @@ class Keeper:
         try:
             more = self.drain.step()
             self.drain.sync_if_due()
+        except OverBudget:
+            if self._job is None or self._job.finished:
+                self._compacted_at = min(self._compacted_at, time.monotonic() - self._settings.compact_interval_s + 1)
         except StoreFailed:
             pass  # counted and logged; the records wait in the lanes
         self._look_for_host()
@@ -1001,7 +1064,7 @@ class Keeper:
             return
         self._compacted_at = time.monotonic()
         try:
-            if not self.drain.failing and self.drain.wants_compaction():
+            if self.drain.wants_compaction():
                 self._start_job(self._settings.compact_after_s, GRACE_S, background=True)
         except TierError as error:
             log.warning("compact.postponed", error=str(error))
@@ -1033,7 +1096,7 @@ class Keeper:
     def _finish(self) -> None:
         try:
             self.drain.flush(sync=True)
-        except StoreFailed as error:
+        except (StoreFailed, OverBudget) as error:
             log.error("keeper.undrained", error=str(error), hint="the lanes keep the rest while the machine is up")
         try:
             self.drain.close()
@@ -1080,7 +1143,7 @@ class Keeper:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             return {"ok": True, **self._do(json.loads(line))}
-        except StoreFailed as error:
+        except (StoreFailed, OverBudget) as error:
             return {"ok": False, "error": str(error), "retry": True}
         except Busy as error:
             return {"ok": False, "error": str(error), "retry": True, "busy": True}

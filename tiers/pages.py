@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -41,3 +44,43 @@ def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:
     if goal > start:
         _madvise(start, goal - start, MADV_WILLNEED)
     return goal
+
+
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_mincore.restype = ctypes.c_int
+_CHUNK_BYTES = 1 << 30
+
+
+def cached_bytes(path: Path) -> int:
+    """Bytes of a file that are in the page cache; 0 if there is no file. About 25 ms for each 10 GB."""
+    return sum(size for _, _, size in _cached_chunks(path))
+
+
+def drop_cached(path: Path, excess_bytes: int) -> None:
+    """Give back about `excess_bytes` of a file's page cache, from its beginning on. Pages that a process has mapped stay."""
+    with open(path, "rb") as file:
+        for start, length, size in _cached_chunks(path):
+            if excess_bytes <= 0:
+                return
+            if size:
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
+                excess_bytes -= size
+
+
+def _cached_chunks(path: Path) -> Iterator[tuple[int, int, int]]:
+    """(offset, length, bytes of it that are cached) of each part of a file."""
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        return
+    with file:
+        total = os.fstat(file.fileno()).st_size
+        for start in range(0, total, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, total - start)
+            with mmap.mmap(file.fileno(), length, prot=mmap.PROT_READ, offset=start) as map_:
+                view = np.frombuffer(map_, np.uint8)
+                pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+                failed = _mincore(view.__array_interface__["data"][0], length, pages.ctypes.data)
+                del view
+            yield start, length, 0 if failed else int((pages & 1).sum()) * mmap.PAGESIZE

@@ -25,6 +25,7 @@ class TierSettings:
     store_map_bytes    size of the LMDB map (sparse; costs address space only); four fifths of it are used at most
     disk_budget_bytes  what the store may take of the disk; from nine tenths on, sessions least recently used are evicted. 0: no limit
     tenant_budget_bytes  the same for each namespace by itself
+    memory_budget_bytes  page cache of the store's file: beyond it, pages that no process has mapped are given back. 0: the kernel decides
     session_ttl_s      a session that wasn't used for so long is evicted; 0: never
     compact_after_s    a session that wasn't used for so long becomes a base: superseded branches, rollback points and windows go
     compact_interval_s  how often the keeper looks whether there is something to compact; 0: only on command
@@ -42,6 +43,7 @@ class TierSettings:
     store_map_bytes: int = 1 << 40
     disk_budget_bytes: int = 0
     tenant_budget_bytes: int = 0
+    memory_budget_bytes: int = 0
     session_ttl_s: float = 0.0
     compact_after_s: float = 600.0
     compact_interval_s: float = 60.0

@@ -52,6 +52,8 @@ NODE = struct.Struct("<16s16sIIQ")
 V1_DATABASES = (b"meta", b"roots", b"blocks", b"children", b"tails", b"sequences", b"streams")
 DATABASES = (*V1_DATABASES, b"nodes", b"tenants", b"points", b"states", b"bases", b"pins")
 PAGE = 4096
+FREE_PAGES_BYTES = 128 << 20  # of its own pages that a file must have free to be written to on a full disk
+PAGES_PER_BYTE = 1.1  # pages of a file to bytes that are counted: room for its trees
 OVERFLOW_BYTES = 2000  # a value longer than about half a page has pages of its own
 FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
 TAILS_SCAN_LIMIT = 4096
@@ -1045,7 +1047,7 @@ class Store:
         freeing  it only makes room, so that it is let through when the disk is full
         """
         if not freeing:
-            _check_disk(self.path)
+            self._check_room()
         with _translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
                 noting = _Noting(txn, self._db) if self.touched is not None else None
@@ -1058,6 +1060,14 @@ class Store:
                 self._usage.add(group.changes)
             _reach("drain.commit.after")
             _extended(self._env, self.path)
+
+    def _check_room(self) -> None:
+        """A full disk doesn't matter while the file has free pages of its own."""
+        try:
+            _check_disk(self.path)
+        except StoreFailed:
+            if self.used_bytes() - PAGES_PER_BYTE * self.usage().total_bytes < FREE_PAGES_BYTES:
+                raise
 
     @contextmanager
     def snapshot(self) -> Iterator[View]:

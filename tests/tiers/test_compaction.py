@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from tests.tiers.sample import (
 from tiers import failpoints
 from tiers.base import Base, pack_base, session_key, unpack_base
 from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, sequences_of
-from tiers.errors import BadBlock, TierError
+from tiers.errors import BadBlock, OverBudget, TierError
 from tiers.keeper import Drain
 from tiers.lane import LaneWriter, PointKind
 from tiers.layout import Layout
+from tiers.pages import cached_bytes, drop_cached
 from tiers.store import measure_usage
 from tiers.verify import verify
 
@@ -488,3 +490,53 @@ def test_layout_of_nothing_is_compacted(world: World, drain: Drain) -> None:
     drain.flush(sync=True)
     assert compact(drain).counts["folded"] == 1
     assert counts(drain)["blocks"] == 5 and counts(drain)["points"] == 1
+
+
+# ---------------------------------------------------------------- over the budget
+
+
+def test_over_the_budget_nothing_is_put_until_there_is_room(world: World) -> None:
+    """Records wait in the lane, deleting still works, and what only a lane names yet is not freed meanwhile."""
+    lane = world.lane()
+    drain = world.drained()
+    old = some_tokens(43, seed=9)
+    answer(world, lane, "old", old, session="old")
+    drain.flush(sync=True)
+    drain._settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
+    answer(world, lane, "new", TOKENS, session="new")
+    with pytest.raises(OverBudget):
+        drain.flush(sync=False)
+    assert lane.tail < lane.head and "budget" in drain.stats()["failing"] and drain.wants_compaction()
+    assert drain.stats()["budgets"]["disk"][1] > 0
+    compact(drain, budget=drain.budget())
+    assert restorable(world, drain, old) == 0
+    drain.flush(sync=True)
+    assert restorable(world, drain, TOKENS) == 43 and drain.stats()["failing"] == ""
+    drain.close()
+
+
+def test_over_the_budget_what_an_unread_sequence_leans_on_stays(world: World) -> None:
+    lane = world.lane()
+    drain = world.drained()
+    answer(world, lane, "old", TOKENS[:24], session="old")
+    drain.flush(sync=True)
+    drain._settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
+    answer(world, lane, "new", TOKENS, session="new", start=24)
+    compact(drain, budget=drain.budget())
+    assert counts(drain)["blocks"] == 3
+    drain._settings = world.settings
+    drain.flush(sync=True)
+    assert restorable(world, drain, TOKENS) == 43
+    drain.close()
+
+
+def test_page_cache_of_the_store_is_counted_and_given_back(world: World) -> None:
+    answer(world, world.lane(), "a", TOKENS)
+    world.drain()
+    data = world.paths.store / "data.mdb"
+    data.read_bytes()
+    assert cached_bytes(data) > 0 and cached_bytes(Path("/nowhere")) == 0
+    with open(data, "rb") as file:
+        os.fsync(file.fileno())
+    drop_cached(data, 1 << 30)
+    assert cached_bytes(data) < data.stat().st_size
