@@ -48,6 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba": NO_HEADS,
     "mamba2": NO_HEADS | dict(num_heads=8, head_dim=16, n_groups=1, chunk_size=16, expand=2),
 }  # fmt: skip
+# What can't be served, and a word of the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "recurrent_gemma": (dict(num_hidden_layers=3, lru_width=64, attention_window_size=32), "differ from the model's own"),
+    "rwkv": (dict(attention_hidden_size=64, context_length=2048), "keeps no state in the cache"),
+    "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64, attention_chunk_size=32), "not known here"),
+    "minimax": (dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 2), "not known here"),
+}  # fmt: skip
 ARCHITECTURE = {"short_window": "gemma3_text"}
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "gpt_oss", "short_window"}
 DENSE = {"llama", "qwen3", "deepseek_v3"}
@@ -62,7 +69,8 @@ def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int =
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    wanted = {**COMMON, "max_position_embeddings": context_tokens, **KINDS[name]}
+    own = KINDS[name] if name in KINDS else REFUSED[name][0]
+    wanted = {**COMMON, "max_position_embeddings": context_tokens, **own}
     options = {key: value for key, value in wanted.items() if value is not None}
     config = AutoConfig.for_model(ARCHITECTURE.get(name, name), **options)
     torch.manual_seed(seed)

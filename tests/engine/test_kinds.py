@@ -16,9 +16,10 @@ import torch
 
 from engine import main
 from engine import messages as m
+from engine.errors import UnsupportedModel
 from engine.model import Model, load
 from tests.engine.driver import EngineDriver, random_tokens, submit
-from tests.engine.kinds import DENSE, KINDS, RECURRENT, WINDOWED, write_model
+from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, WINDOWED, write_model
 from tiers.compaction import Compaction
 from tiers.keeper import Drain
 from tiers.lane import PointKind
@@ -311,5 +312,34 @@ def test_with_no_point_at_all_everything_recomputes_and_says_so(start: Start, dr
     assert (engine.started("append").verdict, engine.started("append").reason) == ("recomputed", "no rollback point")
 
 
-def test_dense_models_take_no_points(tmp_path: Path) -> None:
-    assert DENSE.isdisjoint(RECURRENT) and WINDOWED.isdisjoint(RECURRENT)
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_work_is_refused_with_the_reason(start: Start, kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match=REFUSED[kind][1]):
+        start()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text"])
+def test_a_window_that_moved_on_before_the_lane_had_room_is_told_and_never_stored_wrong(
+    start: Start, drain: Drain, kind: str
+) -> None:
+    prompt = random_tokens(21, 900)
+    serving, reference = start("small", lane_bytes=256 << 10), start("reference")
+    said = ask(serving, "s", prompt)
+    assert said == cold(reference, prompt)
+    stats = serving.engine.stats()
+    assert stats.lane_full > 0 and stats.windows_lost == 1
+    more = prompt + said + random_tokens(22, 9)
+    assert ask(serving, "t", more) == cold(reference, more), "what is on the device goes on"
+    engine = restart(start, serving, drain)
+    assert ask(engine, "u", more) == cold(reference, more)
+    assert engine.started("u").prefill_start < 600
+
+
+@pytest.mark.parametrize("kind", sorted(DENSE | WINDOWED))
+def test_models_without_recurrent_state_take_no_points(start: Start, kind: str) -> None:
+    engine = start()
+    ask(engine, "s", random_tokens(23, 80))
+    assert engine.engine.stats().points_taken == 0
