@@ -16,12 +16,12 @@ from gateway import openai_schema as schema
 from gateway.chat_template import ChatTemplate, no_chat_template
 from gateway.choices import choice_seed
 from gateway.errors import ApiError, bad_request, not_found, not_supported
-from gateway.grammar import grammar_of
+from gateway.grammar import answer_rule, grammar_of
 from gateway.journal import GroupSpec, StreamSpec
 from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
 from gateway.streams import new_stream_id
 from gateway.tokenizer import ModelFacts, TextCodec
-from gateway.tools import ToolPlan, plan_of
+from gateway.tools import ToolPlan, calls_or, plan_of
 
 
 class Admission:
@@ -121,7 +121,11 @@ class Admission:
         """What the answer must match. Raises ApiError."""
         grammar, field = grammar_of(request)
         if grammar and tools.form:
-            raise not_supported(field, f"{field}: can't be combined with tools, unless tool_choice is 'none'")
+            rule = "" if tools.grammar else answer_rule(request)
+            if not rule:
+                hint = "tool_choice 'auto' or 'none'" if tools.grammar else "a schema, a regex or a choice"
+                raise not_supported(field, f"{field}: can't be combined with these tools, only with {hint}")
+            grammar = calls_or(tools, rule, field)
         grammar, field = grammar or tools.grammar, field or "tool_choice"
         if grammar:
             self._check_text(field)

@@ -15,6 +15,7 @@ from gateway.errors import ApiError, bad_request, not_supported
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 PLAIN = (*GUIDED, "regex", "grammar")
+Wished = tuple[str, str, Any] | None  # field, form, value
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -26,16 +27,36 @@ def constrained(request: Any) -> bool:
 
 def grammar_of(request: Any) -> tuple[str, str]:
     """(grammar, the field that asks for it), both "" if the answer is free. Raises ApiError that names the field."""
+    wish = _wish(request)
+    if wish is None:
+        return "", ""
+    field, form, value = wish
+    grammar = _FORMS[form](field, value)
+    check(grammar, field)
+    return grammar, field
+
+
+def answer_rule(request: Any) -> str:
+    """The same as the body of a rule in Lark's notation, for an answer that may also be a tool call. "": it can't be one."""
+    wish = _wish(request)
+    if wish is None or wish[1] == "grammar":
+        return ""
+    _, form, value = wish
+    if form == "regex":
+        return "/" + value.replace("/", "\\/") + "/"
+    if form == "choice":
+        return " | ".join(json.dumps(choice) for choice in value)
+    schema = {"type": "object"} if form == "json_object" else json.loads(value) if isinstance(value, str) else value
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema)
+
+
+def _wish(request: Any) -> Wished:
+    """The one thing that says what the answer must match. Raises ApiError if there are several."""
     wishes = [wish for wish in (_response_format(request), _structured(request), *_guided(request)) if wish]
     if len(wishes) > 1:
         names = " and ".join(field for field, _, _ in wishes)
         raise bad_request(f"{wishes[1][0]}: {names} each say what the answer must match; send one", wishes[1][0])
-    if not wishes:
-        return "", ""
-    field, form, value = wishes[0]
-    grammar = _FORMS[form](field, value)
-    check(grammar, field)
-    return grammar, field
+    return wishes[0] if wishes else None
 
 
 def check(grammar: str, field: str) -> None:
@@ -105,7 +126,6 @@ _FORMS = {
     "choice": _choice_grammar,
     "grammar": _free_grammar,
 }
-Wished = tuple[str, str, Any] | None
 
 
 def _response_format(request: Any) -> Wished:

@@ -31,12 +31,14 @@ class ToolPlan(msgspec.Struct, frozen=True):
     tools    as the template takes them; empty if the model isn't to know of any
     form     "hermes" or "llama"; "" if the answer isn't searched for calls
     grammar  what the answer must match; "" if the model may answer in text
+    rules    the rule `calls` of a grammar in Lark's notation, and what it needs
     """
 
     tools: list[dict[str, Any]] = []
     names: list[str] = []
     form: str = ""
     grammar: str = ""
+    rules: list[str] = []
 
 
 def plan_of(request: Any, form: str) -> ToolPlan:
@@ -51,15 +53,23 @@ def plan_of(request: Any, form: str) -> ToolPlan:
     if not form:
         hint = "its template writes calls in a form that isn't known; set gateway.tool_form"
         raise not_supported("tools", f"tools: are not served for this model: {hint}")
-    grammar = ""
-    if choice != "auto":
-        wanted = tools if choice == "required" else [tool for tool in tools if tool["function"]["name"] == choice]
-        if not wanted:
-            raise bad_request(f"tool_choice: there is no tool {choice!r} in tools", "tool_choice")
-        several = choice == "required" and request.parallel_tool_calls is not False
-        grammar = _grammar(wanted, form, several)
-        check(grammar, "tools")
-    return ToolPlan(tools, names, form, grammar)
+    named = choice not in ("auto", "required")
+    wanted = [tool for tool in tools if not named or tool["function"]["name"] == choice]
+    if not wanted:
+        raise bad_request(f"tool_choice: there is no tool {choice!r} in tools", "tool_choice")
+    rules = _rules(wanted, form, several=not named and request.parallel_tool_calls is not False)
+    if choice == "auto":
+        return ToolPlan(tools, names, form, rules=rules)
+    grammar = lark_grammar("\n".join(["start: calls", *rules]))
+    check(grammar, "tools")
+    return ToolPlan(tools, names, form, grammar, rules)
+
+
+def calls_or(plan: ToolPlan, answer: str, field: str) -> str:
+    """A grammar of calls or an answer, for a model that decides by itself. Raises ApiError that names `field`."""
+    grammar = lark_grammar("\n".join(["start: calls | answer", *plan.rules, f"answer: {answer}"]))
+    check(grammar, field)
+    return grammar
 
 
 def form_of_template(source: str) -> str:
@@ -121,7 +131,7 @@ def _checked(tool: Any, where: str) -> dict[str, Any]:
     return tool
 
 
-def _grammar(tools: list[dict[str, Any]], form: str, several: bool) -> str:
+def _rules(tools: list[dict[str, Any]], form: str, several: bool) -> list[str]:
     """Calls of these tools and nothing else. A rule for each tool's arguments, so that `$ref`s stay within their own schema."""
     key = "arguments" if form == "hermes" else "parameters"
     rules, bodies = [], []
@@ -134,5 +144,5 @@ def _grammar(tools: list[dict[str, Any]], form: str, several: bool) -> str:
     call = f"call: {' | '.join(bodies)}"
     if form == "hermes":
         call = f'call: "<tool_call>\\n" ({" | ".join(bodies)}) "\\n</tool_call>"'
-    start = 'start: call ("\\n" call)*' if several and form == "hermes" else "start: call"
-    return lark_grammar("\n".join([start, call, *rules]))
+    calls = 'calls: call ("\\n" call)*' if several and form == "hermes" else "calls: call"
+    return [calls, call, *rules]

@@ -82,6 +82,8 @@ def test_a_prefill_that_was_interrupted_goes_on_from_its_last_chunk(start_engine
     spare.run()
     assert spare.tokens("s") == whole
     assert spare.started("s").reused == {"lane": 256 * chunks_done}
+    forced = next(message for message in spare.sent if isinstance(message, m.Forced))
+    assert forced.token_count == 0, "tokens of the prompt are not fed one by one"
 
 
 def test_a_tail_that_was_never_captured_is_forced(start_engine: Start, keeper) -> None:

@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway import openai_schema as schema
 from gateway.errors import ApiError
+from gateway.grammar import answer_rule
 from gateway.tool_parser import Said, ToolParser
-from gateway.tools import form_of_template, plan_of
+from gateway.tools import calls_or, form_of_template, plan_of
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
 
 WEATHER = {
@@ -144,6 +145,39 @@ def test_a_forced_call_is_a_call_whatever_the_model_wants(form: str, choice: Any
             assert choice == "required" and isinstance(value, dict)
         if len(text) > 300:
             break
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [{"kind": 1}, {"kind": 2}]}}}},
+        {"guided_choice": ["yes", "no"]},
+        {"regex": "a/b{1,3}"},
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_is_a_call_or_what_was_asked_for(form: str, more: dict) -> None:
+    asked_for = request(tools=[WEATHER], **more)
+    plan = plan_of(asked_for, form)
+    grammar = calls_or(plan, answer_rule(asked_for), "x")
+    tokenizer = LLTokenizer(byte_tokenizer().to_str(), n_vocab=260, eos_token=1)
+    calls = 0
+    for seed in range(24):
+        draw, matcher, text = random.Random(seed), LLMatcher(tokenizer, grammar), ""
+        while not matcher.is_stopped() and len(text) < 400:
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            token = draw.choice(np.flatnonzero(bits).tolist())
+            if token == 1:
+                break
+            matcher.consume_token(token)
+            text += chr(token - 4)
+        content, called = parsed(form, [text])
+        calls += bool(called)
+        assert bool(called) != bool(content)
+        if "regex" in more and content:
+            assert content in ("a/b", "a/bb", "a/bbb")
+    assert 0 < calls < 24
 
 
 def test_forms_of_templates() -> None:
