@@ -101,7 +101,7 @@ def _block_count(config: Config) -> int:
 def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
     """Journals read, and those with damage before their end. A torn last record is no damage: its token was never sent."""
     findings, count = [], 0
-    for path in sorted(paths.journal_dir.glob("*.journal")) if paths.journal_dir.exists() else []:
+    for path in sorted([*paths.journal_dir.glob("*.journal"), *paths.journal_dir.glob("*.group")]):
         try:
             data = path.read_bytes()
         except FileNotFoundError:  # retired meanwhile

@@ -225,3 +225,61 @@ def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path) -> None:
         FileLock(tmp_path / "serve.lock").take("served already")
     lock.release()
     FileLock(tmp_path / "serve.lock").take("served already").release()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["verify", "--limit-mb-s", "fast"],
+        ["export"],
+        ["import"],
+        ["backup"],
+        ["restore", "--nonsense"],
+        ["compact", "--settle-s", "soon"],
+        ["gc", "all"],
+        ["sessions", "pin"],
+        ["sessions", "rm", "--yes"],
+        ["doctor", "now"],
+    ],
+)
+def test_bad_input_is_wrong_usage(arguments: list[str], tmp_path: Path) -> None:
+    result = concordia(*arguments, "--data-dir", str(tmp_path / "none"))
+    assert result.exit_code == 2, (result.stdout, result.stderr)
+    assert "Usage: " in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["recover"], 5),
+        (["repair"], 5),
+        (["compact"], 5),
+        (["gc"], 5),
+        (["stats"], 5),
+        (["sessions", "pin", "x"], 5),
+        (["export", "x"], 5),
+        (["backup", "TARGET"], 5),
+        (["import", "TARGET"], 1),
+        (["restore", "TARGET"], 6),
+        (["verify"], 1),
+        (["verify", "TARGET"], 1),
+        (["inspect", "x"], 1),
+        (["sessions", "ls"], 4),
+        (["sessions", "show", "x"], 4),
+        (["sessions", "park", "x"], 4),
+        (["sessions", "rm", "x", "--yes"], 4),
+        (["status"], 4),
+    ],
+)
+def test_nothing_there_is_said_and_nothing_is_made(arguments: list[str], code: int, tmp_path: Path) -> None:
+    given = [str(tmp_path / "target") if part == "TARGET" else part for part in arguments]
+    result = concordia(*given, "--data-dir", str(tmp_path / "none"), *_ports(arguments))
+    assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
+    assert result.stderr.startswith("concordia: ")
+    assert not (tmp_path / "none").exists()
+
+
+def _ports(arguments: list[str]) -> list[str]:
+    return [] if arguments[0] == "verify" else ["--port", str(free_port())]
