@@ -35,7 +35,7 @@ STREAMS_A_REQUEST = 4096
 class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
-    state   `keeper_away`, `disk_full`, `map_full`, `store_failing` or `lane_full`
+    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing` or `lane_full`
     since   unix time at which it was first seen
     """
 
@@ -50,6 +50,8 @@ HINTS = {
     "keeper_away": "the host agent restarts it; state stays in the lanes meanwhile",
     "disk_full": "free disk space or move the data directory; the keeper tries again every second",
     "map_full": "raise tiers.store_map_bytes and restart, or run `concordia gc` and `concordia compact --shrink`",
+    "over_budget": "sessions least recently used are evicted; if none can be: raise tiers.disk_budget_bytes or store_map_bytes, "
+    "unpin or end sessions",
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
     "raise tiers.lane_bytes if it happens under normal load",
@@ -217,4 +219,6 @@ def failing_state(reason: str) -> str:
     """Which of the states the keeper's own words mean."""
     if "map is full" in reason:
         return "map_full"
+    if "budget is used up" in reason:
+        return "over_budget"
     return "disk_full" if "disk is full" in reason or "No space left" in reason else "store_failing"
