@@ -42,7 +42,7 @@ def main() -> None:
     rows = report.Report("adapter_delta", options.quick)
     directory = model_directory(options.model)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=report.ROOT) as where:
-        calm = run(directory, Path(where) / "calm", steps, options)
+        calm = run(directory, Path(where) / "calm", steps, options, measure=True)
         killed = run(directory, Path(where) / "killed", steps, options, killed_after)
         resumed = run(directory, Path(where) / "killed", steps, options)
     if resumed[0]["resumed_at"] < killed_after - 1:
@@ -63,13 +63,21 @@ def main() -> None:
 
 
 def run(
-    model: Path, directory: Path, steps: int, options: argparse.Namespace, kill_after: int = 0
+    model: Path,
+    directory: Path,
+    steps: int,
+    options: argparse.Namespace,
+    kill_after: int = 0,
+    *,
+    measure: bool = False,
 ) -> list[dict[str, Any]]:
     """One training process; what it printed. With `kill_after` it gets SIGKILL once it said that it took so many steps."""
     command = [
         sys.executable, "-m", "bench.adapter_delta", "--trainer", str(directory), "--steps", str(steps),
         "--weights", str(model), "--seed", str(options.seed), "--threads", str(options.threads),
     ]  # fmt: skip
+    if measure:
+        command.append("--measure")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
@@ -93,6 +101,7 @@ def _trainer_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainer", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--measure", action="store_true", help="copy everything as well, for the baseline")
     for name in ("--steps", "--seed", "--threads"):
         parser.add_argument(name, type=int, required=True)
     return parser.parse_args()
@@ -126,7 +135,8 @@ def train(options: argparse.Namespace) -> None:
     restored = log.restore()
     first = restored.note["step"] + 1 if restored else 0
     own = [tensor for job in jobs.values() for tensor in job.state.values()]
-    say(resumed_at=first, own_pages=log.page_count, **whole_copy(options.trainer, base, own))
+    whole = whole_copy(options.trainer, base, own) if options.measure else {}
+    say(resumed_at=first, own_pages=log.page_count, **whole)
     tokens = Tokenizer.from_file(str(options.weights / "tokenizer.json")).encode(TEXT.read_text()).ids
     for step in range(first, options.steps):
         name = names[step % ADAPTERS]
