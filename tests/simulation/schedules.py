@@ -23,9 +23,10 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
     import random
 
     draw = random.Random(seed ^ 0x5EED)
-    policy = draw.choice(["warm", "hot"])
+    policy = draw.choice(["cold", "warm", "hot"])
     deaths = 2 if poison else 1000
-    cluster = Cluster(seed, directory, codec, draw.randint(2, 3), failover=policy, poison_deaths=deaths)
+    engines = 1 if policy == "cold" else draw.randint(2, 4)
+    cluster = Cluster(seed, directory, codec, engines, failover=policy, poison_deaths=deaths, spares=draw.randint(0, 2))
     poison_seed = 666_000 + seed if poison else None
     cluster.poison = poison_seed
     for engine in cluster.engines.values():
