@@ -205,12 +205,11 @@ class Compaction:
 
     def run(self) -> Iterator[None]:
         """Do it, one small piece at each `next`. Closing the generator anywhere leaves a whole store. Raises StoreFailed."""
+        if not self._dry_run:
+            self._drain.settle()
         self._drain.named = set()
         try:
-            if self._dry_run:
-                self._drain.catch_up()
-            else:
-                self._drain.settle()
+            self._drain.catch_up()
             yield
             if not self._dry_run:
                 yield from self._fold()

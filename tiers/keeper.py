@@ -157,7 +157,6 @@ class Drain:
             self.flush(sync=True)
         except OverBudget:
             self.sync()
-            self._name_unread()
 
     def catch_up(self) -> None:
         """Take all records that are in the lanes, or at least see what they name. Raises StoreFailed."""
@@ -875,12 +874,15 @@ def _delete_points(group: Group, parent: BlockId, rest: bytes) -> int:
 
 
 def _io_write_bytes() -> int:
-    """What this process has had written to disks, by the kernel's account; 0 where it doesn't say."""
+    """Bytes that this process has written by system calls; 0 where the kernel doesn't say.
+
+    Not its write_bytes: where the page cache has large folios, those count a whole one for each page that is written in it.
+    """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("write_bytes:")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)
 
 
 def _is_locked(group: Group, database: str, key: bytes) -> bool:

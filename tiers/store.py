@@ -56,7 +56,6 @@ FREE_PAGES_BYTES = 128 << 20  # of its own pages that a file must have free to b
 PAGES_PER_BYTE = 1.1  # pages of a file to bytes that are counted: room for its trees
 OVERFLOW_BYTES = 2000  # a value longer than about half a page has pages of its own
 FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
-TAILS_SCAN_LIMIT = 4096
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -329,9 +328,7 @@ class View:
                 more = cursor.next()
         return found
 
-    def tails(
-        self, parent: BlockId, sequence: SequenceId = SequenceId(b""), limit: int = TAILS_SCAN_LIMIT
-    ) -> list[TailPiece]:
+    def tails(self, parent: BlockId, sequence: SequenceId = SequenceId(b""), limit: int = 1 << 30) -> list[TailPiece]:
         """Pieces of unfinished blocks after `parent` (of one sequence, or of all), ordered by sequence and position."""
         prefix, found = parent + sequence, list[TailPiece]()
         with self._txn.cursor(db=self._db[b"tails"]) as cursor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from tests.tiers.sample import (
     some_tokens,
     state,
 )  # fmt: skip
+from tests.tiers.sample import rows as made_rows
 from tiers import failpoints
 from tiers.base import Base, pack_base, session_key, unpack_base
 from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, sequences_of
@@ -33,6 +36,7 @@ from tiers.keeper import Drain
 from tiers.lane import LaneWriter, PointKind
 from tiers.layout import Layout
 from tiers.pages import cached_bytes, drop_cached
+from tiers.prefix import PrefixFinder
 from tiers.store import measure_usage
 from tiers.verify import verify
 
@@ -78,8 +82,6 @@ def answer(
 
 def restorable(world: World, drain: Drain, tokens: np.ndarray, namespace: str = "default") -> int:
     """Through the drain's own store: LMDB is opened once a process."""
-    from tiers.prefix import PrefixFinder
-
     finder = PrefixFinder(drain.store(), world.paths.lane_dir)  # type: ignore[arg-type]
     try:
         return read_all(finder, tokens, namespace=namespace)[0]
@@ -279,8 +281,6 @@ def test_window_rows_outside_kept_windows_go(world: World, drain: Drain) -> None
     drain.flush(sync=True)
     done = compact(drain)
     assert done.counts["rewritten_blocks"] > 4
-    from tiers.prefix import PrefixFinder
-
     finder = PrefixFinder(drain.store(), world.paths.lane_dir)  # type: ignore[arg-type]
     with finder.reading() as read:
         found = read.find(ROOT, "default", tokens, limit=128, block_tokens=BLOCK)
@@ -290,9 +290,7 @@ def test_window_rows_outside_kept_windows_go(world: World, drain: Drain) -> None
         for extent in thin:
             piece = read(extent)
             rows, window = LAYOUT.views(piece.frame, BLOCK, groups=piece.groups)
-            from tests.tiers.sample import rows as made
-
-            expected = LAYOUT.views(made(extent.token_start, tokens[extent.token_start : extent.token_end]), BLOCK)
+            expected = LAYOUT.views(made_rows(extent.token_start, tokens[extent.token_start : extent.token_end]), BLOCK)
             assert np.array_equal(rows, expected[0]) and window.shape == (1, 0, 8)
     finder.close()
     assert compact(drain).counts["rewritten_blocks"] == 0
@@ -540,3 +538,63 @@ def test_page_cache_of_the_store_is_counted_and_given_back(world: World) -> None
         os.fsync(file.fileno())
     drop_cached(data, 1 << 30)
     assert cached_bytes(data) < data.stat().st_size
+
+
+KILLED = """
+import sys
+from tests.tiers.sample import World
+from tests.tiers.test_compaction import compact
+from tiers import failpoints
+from tiers.keeper import Drain
+from tiers.paths import Paths
+world = World(Paths.at(sys.argv[1], sys.argv[2]))
+drain = Drain(world.paths, world.settings)
+failpoints.arm(sys.argv[3])
+compact(drain)
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"compact.{place}.{side}:{turn}"
+        for place in ("base_switch", "free")
+        for side in ("before", "after")
+        for turn in (1, 2)
+    ],
+)
+def test_killed_at_any_step_loses_nothing(world: World, place: str) -> None:
+    lane = world.lane()
+    other = TOKENS.copy()
+    other[18:] += 1
+    answer(world, lane, "rejected", other, session="a")
+    answer(world, lane, "kept", TOKENS, start=16, session="a")
+    answer(world, lane, "b", some_tokens(30, seed=5), session="b")
+    repository = Path(__file__).parents[2]
+    command = [sys.executable, "-c", KILLED, str(world.paths.data_dir), str(world.paths.lane_dir), place]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    assert subprocess.run(command, check=False, cwd=repository, env=environment, timeout=120).returncode == -9
+    drain = Drain(world.paths, world.settings)
+    assert restorable(world, drain, TOKENS) == 43
+    compact(drain)
+    assert counts(drain)["blocks"] == 5 + 3 and counts(drain)["bases"] == 2 and counts(drain)["sequences"] == 0
+    check_usage(drain)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def test_many_tails_after_one_block_are_all_found(world: World, drain: Drain) -> None:
+    """Five thousand conversations that differ after a common beginning: none is left out of the search."""
+    lane = world.lane()
+    answer(world, lane, "first", TOKENS[:12])
+    drain.flush(sync=True)
+    with drain.store().group() as group:
+        track = group.load_track(sequence("first"))
+        assert track is not None
+        for index in range(5000):
+            tail = np.array([index + 100_000, 7], np.int32)
+            group.frame_buffer(2, LAYOUT)[:] = made_rows(8, tail)
+            group.put_tail(track, sequence(f"t{index}"), 8, tail.tobytes())
+    for index in (0, 4095, 4096, 4999):
+        wanted = np.concatenate([TOKENS[:8], np.array([index + 100_000, 7], np.int32)])
+        assert restorable(world, drain, wanted) == 10
