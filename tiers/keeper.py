@@ -86,6 +86,7 @@ OPS = (
     "remove",
     "drop_locked",
 )
+SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 
 
@@ -120,6 +121,8 @@ class Drain:
         self._checked_at = time.monotonic()
         self._unsynced = False
         self.failing = ""
+        self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
+        self._held: set[tuple[int, int]] = set()  # those that are held for too long
         self.cached_bytes = 0  # of the store's file, when it was looked at last
         self.counts: Counter[str] = Counter()
 
@@ -586,12 +589,23 @@ class Drain:
             drop_cached(data, self.cached_bytes - int(0.9 * limit))
             self.cached_bytes = cached_bytes(data)
 
+    def _look_at_snapshots(self, store: Store) -> None:
+        """Name the process that holds a snapshot for too long: pages freed since can't be used again, and the file grows."""
+        now, open_now = time.monotonic(), store.snapshots()
+        self._snapshots = {key: self._snapshots.get(key, now) for key in open_now}
+        for (pid, number), since in self._snapshots.items():
+            if now - since >= SNAPSHOT_LIMIT_S and (pid, number) not in self._held:
+                self._held.add((pid, number))
+                log.warning("drain.snapshot_held", pid=pid, s=round(now - since), commits_behind=open_now[pid, number])
+        self._held &= self._snapshots.keys()
+
     def _check_store(self) -> None:
         """Free dead readers' snapshots, and notice that somebody deleted the file that is being written."""
         assert self._store is not None
         try:
             self._store.drop_dead_readers()
             self._store.check_file()
+            self._look_at_snapshots(self._store)
         except StoreFailed as error:
             self._fail(error)
             raise
@@ -711,6 +725,7 @@ class Drain:
                 "disk": [stats["live_bytes"], self._settings.disk_budget_bytes],
                 "memory": [self.cached_bytes, self._settings.memory_budget_bytes],
             }
+            stats["snapshots_held"] = [pid for pid, _ in sorted(self._held)]
             stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
         stats["io_write_bytes"] = _io_write_bytes()
         return stats

@@ -1017,14 +1017,19 @@ class Store:
         """Size of the map: what the file can grow to."""
         return self._env.info()["map_size"]
 
-    def oldest_snapshot_lag(self) -> int:
-        """How many commits the oldest open snapshot of any process is behind: its pages can't be used again."""
-        newest, oldest = self._env.info()["last_txnid"], None
+    def snapshots(self) -> dict[tuple[int, int], int]:
+        """Open snapshots of all processes: how many commits each is behind, by (process id, snapshot number)."""
+        newest = self._env.info()["last_txnid"]
+        found = {}
         for line in self._env.readers().splitlines()[1:]:
             fields = line.split()
             if len(fields) == 3 and fields[2].isdigit():
-                oldest = min(int(fields[2]), oldest if oldest is not None else int(fields[2]))
-        return newest - oldest if oldest is not None else 0
+                found[int(fields[0]), int(fields[2])] = newest - int(fields[2])
+        return found
+
+    def oldest_snapshot_lag(self) -> int:
+        """How many commits the oldest open snapshot of any process is behind: pages freed since can't be used again."""
+        return max(self.snapshots().values(), default=0)
 
     def _check_version(self) -> None:
         with self._env.begin(write=True) as txn:

@@ -569,3 +569,34 @@ def test_one_compaction_at_a_time(world: World) -> None:
             keeper_client.start_compact(world.paths.keeper_socket)
         state = keeper_client.job(world.paths.keeper_socket)
         assert state is not None and state.id == first.id and not state.finished
+
+
+HOLDER = """
+import sys, time
+from tiers.store import StoreReader
+with StoreReader(sys.argv[1], map_bytes=64 << 20).snapshot() as view:
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_held_snapshot_is_named_and_a_killed_one_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.capture(world.lane(), "a", TOKENS, [43])
+    drain = world.drained()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", HOLDER, str(world.paths.store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=REPOSITORY) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            monkeypatch.setattr(keeper_file, "SNAPSHOT_LIMIT_S", 0.0)
+            for turn in range(3):
+                drain.pin("default", f"s{turn}", True)
+            drain._check_store()
+            stats = drain.stats()
+            assert stats["snapshots_held"] == [holder.pid] and stats["snapshot_lag"] >= 3
+        finally:
+            holder.kill()
+    drain._check_store()
+    stats = drain.stats()
+    assert stats["snapshots_held"] == [] and stats["snapshot_lag"] == 0
+    drain.close()
