@@ -64,7 +64,7 @@ def measure(options: Any, policy: str, prompts: dict[int, list[int]]) -> dict[in
     spares = {"failover": policy, "spares": 0 if policy == "cold" else 1}
     settings = {"engine": {"threads": options.threads}, "host": host, "gateway": spares}
     engines = 1 if policy == "cold" else 2
-    kills = 2 if options.quick else (3 if policy == "cold" else 7)
+    kills = {"cold": 1 if options.quick else 3}.get(policy, 2 if options.quick else 7)
     measured = {}
     with system(options.model, name=policy, engines=engines, settings=settings) as running:
         for length, prompt in prompts.items():
