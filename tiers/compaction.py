@@ -183,6 +183,7 @@ class Compaction:
     settle_s   how long ago a session's last use must be; 0: every session that isn't live
     grace_s    how long what is unnamed is left alone, for restores that are under way
     dry_run    count what would be freed, change nothing
+    collect    free what nothing names, which looks at every base; else only if something was evicted
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Compaction:
         grace_s: float = GRACE_S,
         budget: Budget = Budget(),
         dry_run: bool = False,
+        collect: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._drain = drain
@@ -200,6 +202,7 @@ class Compaction:
         self._grace_s = grace_s
         self._budget = budget
         self._dry_run = dry_run
+        self.collect = collect
         self._now_s = now_s
         self.progress = Progressing()
 
@@ -214,6 +217,9 @@ class Compaction:
             if not self._dry_run:
                 yield from self._fold()
                 yield from self._evict()
+                if not self.collect and not self.progress.counts["evicted"]:
+                    self.progress.at("done")
+                    return
             marks = yield from self._mark()
             if not self._dry_run:
                 self.progress.at("wait")

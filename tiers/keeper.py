@@ -71,6 +71,7 @@ READER_CHECK_S = 5.0
 SYNC_AT_SHARE = 0.5
 JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socket
 JOB_PAUSE_S = 0.005
+COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
 OPS = (
     "drain",
     "stats",
@@ -123,6 +124,7 @@ class Drain:
         self.failing = ""
         self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
         self._held: set[tuple[int, int]] = set()  # those that are held for too long
+        self._aged_at = -1e9
         self.cached_bytes = 0  # of the store's file, when it was looked at last
         self.counts: Counter[str] = Counter()
 
@@ -836,13 +838,20 @@ class Drain:
             folds = plan_folds(
                 sequences_of(view, self.now()), self.now().ms, int(1000 * self._settings.compact_after_s)
             )
-            if folds or budget.ttl_s:
+            if folds or self._ttl_due(budget.ttl_s):
                 return True
             tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
         if self.counts["over_budget"] and self.failing:
             return True
         limits = [(usage.total_bytes, budget.disk_bytes), *((used, budget.tenant_bytes) for used in tenants.values())]
         return any(limit and used > 0.9 * limit for used, limit in limits)
+
+    def _ttl_due(self, ttl_s: float) -> bool:
+        """Whether sessions' age is to be looked at again, which reads every base: twenty times within the time they may live."""
+        if not ttl_s or time.monotonic() - self._aged_at < ttl_s / 20:
+            return False
+        self._aged_at = time.monotonic()
+        return True
 
     def close(self) -> None:
         """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""
@@ -1017,6 +1026,7 @@ class Keeper:
         self._interval_s = settings.drain_interval_ms / 1000
         self._job: Job | None = None
         self._jobs = 0
+        self._collected_at = time.monotonic()
         self._compacted_at = time.monotonic()
         self._orphan_s = orphan_s
         self._stopping = False
@@ -1095,7 +1105,14 @@ class Keeper:
             self._job.cancel()
         self._jobs += 1
         budget = self.drain.budget()
-        compaction = Compaction(self.drain, settle_s=settle_s, grace_s=grace_s, budget=budget, dry_run=dry_run)
+        collect = (
+            not background or time.monotonic() - self._collected_at >= COLLECT_EVERY * self._settings.compact_interval_s
+        )
+        if collect:
+            self._collected_at = time.monotonic()
+        compaction = Compaction(
+            self.drain, settle_s=settle_s, grace_s=grace_s, budget=budget, dry_run=dry_run, collect=collect
+        )
         self._job = Job(self._jobs, compaction, background, Shrink(self.drain) if shrink and not dry_run else None)
         return self._job
 

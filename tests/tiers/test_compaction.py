@@ -598,3 +598,18 @@ def test_many_tails_after_one_block_are_all_found(world: World, drain: Drain) ->
     for index in (0, 4095, 4096, 4999):
         wanted = np.concatenate([TOKENS[:8], np.array([index + 100_000, 7], np.int32)])
         assert restorable(world, drain, wanted) == 10
+
+
+def test_without_collecting_it_folds_and_frees_nothing(world: World, drain: Drain) -> None:
+    lane = world.lane()
+    other = TOKENS.copy()
+    other[18:] += 1
+    answer(world, lane, "rejected", other)
+    answer(world, lane, "kept", TOKENS, start=16)
+    drain.flush(sync=True)
+    for _ in Compaction(drain, settle_s=0, grace_s=0, collect=False).run():
+        pass
+    assert counts(drain)["bases"] == 1 and counts(drain)["blocks"] == 8
+    for _ in Compaction(drain, settle_s=0, grace_s=0, collect=False, budget=Budget(disk_bytes=1)).run():
+        pass
+    assert counts(drain)["blocks"] == 0
