@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine import messages as m
 from gateway.choices import choice_seed
 from tests.gateway.conftest import MODEL, Sse, World, byte_tokenizer, chat
 from tests.gateway.fake_engine import token_at
@@ -178,3 +179,13 @@ def test_seeds_of_choices_differ_and_the_first_is_the_requests_own(n: int) -> No
     assert seeds[0] == 5
     assert len(set(seeds)) == n
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+async def test_a_choice_that_fails_fails_the_answer(world: World) -> None:
+    world.engines[0].refuse = m.Refused("", 0, "failed", "it can't")
+    status, _, answer = await world.post("/v1/chat/completions", chat(n=2, stream=False))
+    assert (status, answer["error"]["code"]) == (500, "failed")
+    sse = await world.events("POST", "/v1/chat/completions", {**BODY, "n": 2})
+    assert sse.errors and sse.errors[0]["message"] == "it can't"
+    assert sse.ids == list(range(len(sse.ids)))
+    assert "[DONE]" not in [data for _, data in sse.events]
