@@ -23,12 +23,12 @@ from tiers.prefix import PrefixFinder
 log = structlog.get_logger()
 
 BUSY_SLICE_TOKENS = 64  # between the steps of an engine that serves; an idle one takes all that there is
-LOOK_INTERVAL_S = 0.004  # between two looks for rows that aren't there yet
+LOOK_INTERVAL_S = 0.01  # between two looks for rows that aren't there yet
 
 
 @dataclass(slots=True)
 class Followed:
-    """One stream. The slot holds the state of the first `slot.length` of its `count` tokens."""
+    """One stream. The slot holds the state of the first `slot.length` of its `count` known tokens."""
 
     stream: str
     slot: Slot
@@ -36,6 +36,16 @@ class Followed:
     next_look: float = 0.0
     caught_up: bool = False
     told: tuple[int, bool] = (-1, False)
+
+    @property
+    def goal(self) -> int:
+        """Up to where there can be rows: the last token known is computed by the step that gives the next one."""
+        return max(0, self.count - 1)
+
+    @property
+    def behind(self) -> bool:
+        """Something may be there to be restored."""
+        return self.slot.length < self.goal
 
 
 @dataclass(slots=True)
@@ -72,7 +82,8 @@ class Follower:
             known = self.follows[message.stream] = Followed(message.stream, slot, 0)
         assert known is not None, "begun above"
         known.slot.tokens[message.start : end] = tokens
-        known.count, known.caught_up = end, False
+        known.count = end
+        known.caught_up = not known.behind
         return None
 
     def unfollow(self, stream: str) -> None:
@@ -130,20 +141,20 @@ class Follower:
 
     @property
     def behind(self) -> bool:
-        """Something may be there to be restored."""
-        return any(known.slot.length < known.count for known in self.follows.values())
+        """Some follow is."""
+        return any(known.behind for known in self.follows.values())
 
     def step(self, finder: PrefixFinder, *, busy: bool) -> list[m.Followed]:
         """One slice of the follow that has waited longest, and what is new to tell."""
         now = time.monotonic()
-        due = [k for k in self.follows.values() if k.slot.length < k.count and k.next_look <= now]
+        due = [known for known in self.follows.values() if known.behind and known.next_look <= now]
         if due:
             self._restore(min(due, key=lambda known: known.next_look), finder, busy)
         return [self._tell(known) for known in self.follows.values() if known.told != _state(known)]
 
     def _restore(self, known: Followed, finder: PrefixFinder, busy: bool) -> None:
         slot, start = known.slot, known.slot.length
-        goal = min(known.count, start + BUSY_SLICE_TOKENS) if busy else known.count
+        goal = min(known.goal, start + BUSY_SLICE_TOKENS) if busy else known.goal
         root = RootId(m.adapter_root(self.root, slot.adapter))
         plan, damage = extension(self.arena, slot, goal), Damage()
         restore = Restore(root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, plan, damage)
@@ -151,7 +162,7 @@ class Follower:
         slot.stored, slot.filling = slot.length, False
         gained = slot.length - start
         self.restored_tokens += gained
-        known.caught_up = gained == 0 or slot.length == known.count
+        known.caught_up = gained == 0 or not known.behind
         known.next_look = time.monotonic() + (0.0 if gained else LOOK_INTERVAL_S)
         if damage.reason:
             log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=damage.reason)

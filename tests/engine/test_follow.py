@@ -79,7 +79,7 @@ def test_follow_in_the_middle_of_a_prefill_takes_what_is_there(pair) -> None:  #
     source.step()
     follow_until(standby, 256)
     source.run()
-    follow_until(standby, 900)
+    follow_until(standby, 899)
 
 
 def test_sequence_that_needs_a_slot_takes_the_followed_one(pair) -> None:  # type: ignore[no-untyped-def]
@@ -88,7 +88,7 @@ def test_sequence_that_needs_a_slot_takes_the_followed_one(pair) -> None:  # typ
     source.handle(submit(STREAM, prompt))
     source.run()
     standby.handle(follow(prompt))
-    follow_until(standby, 100)
+    follow_until(standby, 99)
     for number in range(4):
         standby.handle(submit(f"{number}" * 24, random_tokens(50 + number, 60), answer=4))
     standby.run()
@@ -122,7 +122,7 @@ def test_next_turn_of_a_followed_session_restores_only_what_is_new(pair) -> None
     source.handle(submit(STREAM, prompt, session="s"))
     source.run()
     standby.handle(follow(prompt, session="s"))
-    follow_until(standby, 200)
+    follow_until(standby, 199)
     standby.handle(m.Unfollow(STREAM))
     restored = standby.engine.follower.restored_tokens
     longer = known_tokens(source, prompt)
