@@ -47,7 +47,8 @@ def main() -> None:
         for kind, architecture in SAMPLE.items():
             tokens = [draw.randrange(3, 512) for _ in range(TINY_LENGTH)]
             model = build_kind(architecture, Path(directory))
-            measure(rows, str(model), {f"{kind} 1k": tokens}, {"threads": options.threads}, repeats)
+            engine = {"threads": options.threads, "context_tokens": 2 * TINY_LENGTH}
+            measure(rows, str(model), {f"{kind} 1k": tokens}, engine, repeats)
     rows.finish()
 
 

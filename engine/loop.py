@@ -146,7 +146,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of what `choose` picks, its captures, and its tokens on their way."""
-        action = choose(self.active, self.spent_tokens, self.prefill_chunk, self.points.prompt_tail_tokens)
+        action = choose(self.active, self.spent_tokens, self.prefill_chunk)
         self.last_kind = action.kind
         self.spent_tokens = 0 if action.kind in ("decode", "idle") else self.spent_tokens + action.end - action.start
         if action.kind == "idle":
@@ -253,6 +253,7 @@ class Engine:
         except BadRequest as error:
             self.link.send(m.Refused(submit.stream, submit.epoch, error.code, str(error)))
             return
+        sequence.cuts = self.points.cuts(sequence.prompt, submit.stop_tokens, self.prefill_chunk)
         if submit.grammar:
             sequence.grammar = self.grammars.prepare(submit.grammar, submit.stop_tokens, sequence.generated)
         self.waiting.append(sequence)
@@ -478,8 +479,8 @@ class Engine:
         submit = sequence.submit
         nothing_delivered = sequence.submitted_count == submit.prompt_count
         if sequence.recovering and (position < submit.prompt_count or nothing_delivered):
-            start, tail = max(0, submit.prefill_start), self.points.prompt_tail_tokens
-            return exact_start(position, start, submit.prompt_count, self.prefill_chunk, tail)
+            start = max(0, submit.prefill_start)
+            return exact_start(position, start, submit.prompt_count, self.prefill_chunk, sequence.cuts)
         return position
 
     def _restore(self, sequence: Sequence) -> None:
@@ -589,7 +590,8 @@ class Engine:
             if slot is None or action.kind not in ("prefill", "decode"):
                 continue
             if action.kind == "prefill":
-                self.points.after_prefill(slot, sequence.cursor, sequence.computed, sequence.submit.prompt_count)
+                stops = sequence.submit.stop_tokens
+                self.points.after_prefill(slot, sequence.cursor, sequence.computed, sequence.prompt, stops)
             else:
                 self.points.after_decode(slot, sequence.cursor, sequence.computed)
 

@@ -2,13 +2,14 @@
 
 Taken after a step's tokens are on their way: one copy on the device, kept with the slot and thinned out; written to the lane
 later, some bytes a step, whole when nothing else is to do. Taken at the ends of prefill chunks (one of them before the last
-tokens of the prompt), at the prompt's end, every few tokens of an answer, and at the tip when a sequence ends. Models without
+tokens of the prompt), at message boundaries, every few tokens of an answer, and at the tip when a sequence ends. Models without
 recurrent state need none: `Points.wanted` is False. Main thread only. Source: docs/log-format.md, DESIGN idea 6.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -33,7 +34,16 @@ def tail_cut(prompt_count: int, tail_tokens: int) -> int:
 
     At multiples of `tail_tokens`, so that prompts which differ only in their last tokens are cut alike.
     """
-    return max(0, (prompt_count - tail_tokens) // tail_tokens * tail_tokens) if tail_tokens else 0
+    return max(0, (prompt_count - tail_tokens) // tail_tokens * tail_tokens)
+
+
+def message_cuts(prompt: Sequence[int], stop_tokens: Collection[int], prefill_chunk: int) -> list[int]:
+    """Message boundaries at which prefill is cut: after tokens that end an answer, the last one in each chunk.
+
+    One a chunk, so that a conversation of many short messages takes at most twice as many steps.
+    """
+    last = {at // prefill_chunk: at for at, token in enumerate(prompt[:-1], 1) if token in stop_tokens}
+    return [at for at in last.values() if at % prefill_chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +80,21 @@ class Points:
         """The model has recurrent state."""
         return self.arena.states.state_bytes > 0
 
-    @property
-    def prompt_tail_tokens(self) -> int:
-        """For the cuts of prefill: 0 without recurrent state."""
-        return self.tail_tokens if self.wanted else 0
+    def cuts(self, prompt: Sequence[int], stop_tokens: Collection[int], prefill_chunk: int) -> tuple[int, ...]:
+        """Where a prompt's prefill is cut for points, beside the ends of whole chunks; nowhere without recurrent state."""
+        if not self.wanted:
+            return ()
+        tail = tail_cut(len(prompt), self.tail_tokens)
+        return tuple(sorted({*message_cuts(prompt, stop_tokens, prefill_chunk), tail} - {0}))
 
-    def after_prefill(self, slot: Slot, cursor: Cursor | None, position: int, prompt_count: int) -> None:
+    def after_prefill(
+        self, slot: Slot, cursor: Cursor | None, position: int, prompt: Sequence[int], stop_tokens: Collection[int]
+    ) -> None:
         """A chunk ended at `position`."""
         kind = PointKind.CHUNK
-        if position == prompt_count:
+        if position == len(prompt) or prompt[position - 1] in stop_tokens:
             kind = PointKind.MESSAGE
-        elif position == tail_cut(prompt_count, self.tail_tokens):
+        elif position == tail_cut(len(prompt), self.tail_tokens):
             kind = PointKind.PROMPT_TAIL
         self._take(slot, cursor, position, kind)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.points import tail_cut
 from engine.sequence import Sequence
 
 Kind = Literal["restore", "prefill", "decode", "idle"]
@@ -27,10 +26,9 @@ class Action:
     end: int = 0
 
 
-def choose(sequences: Listing[Sequence], spent_tokens: int, prefill_chunk: int, tail_tokens: int = 0) -> Action:
+def choose(sequences: Listing[Sequence], spent_tokens: int, prefill_chunk: int) -> Action:
     """The next step for the sequences that hold slots, oldest first.
 
-    tail_tokens   prefill is also cut this far before the prompt's end, for a rollback point; 0: it is not
     spent_tokens  prefilled since the last decode step; decode waits for one chunk's worth at most, so several short
                   prompts go first and then decode together
     """
@@ -38,21 +36,19 @@ def choose(sequences: Listing[Sequence], spent_tokens: int, prefill_chunk: int, 
     ready = [s for s in sequences if s.restore is None and s.computed < len(s.tokens)]
     prefilling = [s for s in ready if s.prompt_missing]
     feeding = [s for s in ready if not s.prompt_missing]
-    other = _next_prefix_work(restoring, prefilling, prefill_chunk, tail_tokens)
+    other = _next_prefix_work(restoring, prefilling, prefill_chunk)
     if feeding and (other is None or _over_budget(other, spent_tokens, prefill_chunk)):
         return Action("decode", tuple(sorted(feeding, key=lambda s: s.slot.index if s.slot else 0)))
     return other or Action("idle")
 
 
-def _next_prefix_work(
-    restoring: Listing[Sequence], prefilling: Listing[Sequence], prefill_chunk: int, tail_tokens: int
-) -> Action | None:
+def _next_prefix_work(restoring: Listing[Sequence], prefilling: Listing[Sequence], prefill_chunk: int) -> Action | None:
     if restoring:
         return Action("restore", (restoring[0],), 0, prefill_chunk)
     if prefilling:
         start = prefilling[0].computed
         submit = prefilling[0].submit
-        end = cut_after(start, submit.prompt_count, prefill_chunk, tail_tokens)
+        end = cut_after(start, submit.prompt_count, prefill_chunk, prefilling[0].cuts)
         if start < submit.prefill_start < end:
             end = submit.prefill_start  # the first time, what lies before it was put back and the rest began here
         return Action("prefill", (prefilling[0],), start, end)
@@ -64,14 +60,15 @@ def _over_budget(action: Action, spent_tokens: int, prefill_chunk: int) -> bool:
     return spent_tokens > 0 and spent_tokens + action.end - action.start > prefill_chunk
 
 
-def cut_after(start: int, prompt_count: int, prefill_chunk: int, tail_tokens: int = 0) -> int:
-    """End of the chunk that starts at `start`: the next multiple of the chunk size, the tail's cut, or the end of the prompt."""
-    tail = tail_cut(prompt_count, tail_tokens)
+def cut_after(start: int, prompt_count: int, prefill_chunk: int, cuts: Listing[int] = ()) -> int:
+    """End of the chunk that starts at `start`: the next multiple of the chunk size, the prompt's end, or one of its other cuts."""
     end = min(prompt_count, (start // prefill_chunk + 1) * prefill_chunk)
-    return tail if start < tail < end else end
+    return min((cut for cut in cuts if start < cut < end), default=end)
 
 
-def exact_start(position: int, prefill_start: int, prompt_count: int, prefill_chunk: int, tail_tokens: int = 0) -> int:
+def exact_start(
+    position: int, prefill_start: int, prompt_count: int, prefill_chunk: int, cuts: Listing[int] = ()
+) -> int:
     """Where a recovery must begin so that the prompt's chunks are cut as they were the first time.
 
     A position inside a chunk goes back to the chunk's start, and one that leaves nothing of the prompt to compute (the
@@ -79,8 +76,7 @@ def exact_start(position: int, prefill_start: int, prompt_count: int, prefill_ch
     """
     if position >= prompt_count:
         position = prompt_count - 1
-    tail = tail_cut(prompt_count, tail_tokens)
-    cut = max(position // prefill_chunk * prefill_chunk, tail if tail <= position else 0)
+    cut = max([position // prefill_chunk * prefill_chunk, *(cut for cut in cuts if cut <= position)])
     if cut >= prefill_start:
         return cut
     return prefill_start if position >= prefill_start else position

@@ -28,6 +28,7 @@ class Sequence:
     tokens: list[int]
     submitted_count: int
     arrived: float = field(default_factory=time.monotonic)
+    cuts: tuple[int, ...] = ()  # where its prefill is cut beside the multiples of a chunk
     slot: Slot | None = None
     cursor: Cursor | None = None
     restore: Restore | None = None
@@ -83,6 +84,11 @@ class Sequence:
     def complete(self) -> bool:
         """Finished, and the state of every token is in the arena."""
         return bool(self.finish) and self.computed >= len(self.tokens)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's tokens."""
+        return self.tokens[: self.submit.prompt_count]
 
     @property
     def generated(self) -> list[int]:

@@ -218,6 +218,17 @@ def test_rolling_back_on_the_device(start: Start, kind: str) -> None:
         assert set(started.reused) <= {"device", "lane"} and started.prefill_start >= 100 - 32, started
 
 
+@with_points
+def test_a_message_that_is_edited_is_gone_back_to_exactly(start: Start, kind: str) -> None:
+    prompt = random_tokens(24, 150)
+    prompt[99] = 2  # a message ends before position 100
+    engine, reference = start(), start("reference")
+    ask(engine, "first", prompt, stop_tokens=[2])
+    edited = prompt[:100] + random_tokens(25, 30)
+    assert ask(engine, "edited", edited, stop_tokens=[2]) == cold(reference, edited)
+    assert engine.started("edited").prefill_start == 100
+
+
 @pytest.mark.parametrize("kind", sorted(WINDOWED))
 def test_rolling_back_past_a_window_reads_its_rows_from_the_log(start: Start, keeper, kind: str) -> None:
     prompt = random_tokens(11, 700)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.points import message_cuts
 from engine.schedule import choose, cut_after, exact_start
 from engine.sequence import Sequence
 from tests.engine.driver import submit
@@ -78,3 +79,19 @@ def test_a_recovery_begins_at_a_cut_of_the_first_time(
     position: int, prefill_start: int, prompt: int, expected: int
 ) -> None:
     assert exact_start(position, prefill_start, prompt, 256) == expected
+
+
+def test_prefill_is_also_cut_where_a_point_is_wanted() -> None:
+    assert cut_after(0, 1000, 256, (100, 300)) == 100
+    assert cut_after(100, 1000, 256, (100, 300)) == 256
+    assert cut_after(256, 1000, 256, (100, 300)) == 300
+    assert exact_start(290, 0, 1000, 256, (100, 300)) == 256
+    assert exact_start(310, 0, 1000, 256, (100, 300)) == 300
+
+
+def test_messages_cut_once_a_chunk_and_never_at_the_prompts_end() -> None:
+    prompt = [9] * 100
+    for at in (10, 20, 64, 70, 99):
+        prompt[at - 1] = 2
+    assert message_cuts([*prompt, 2], {2}, 64) == [20, 99]
+    assert message_cuts(prompt, set(), 64) == []

@@ -23,7 +23,7 @@ from tests.system.conftest import running, settled_or_new
 from tests.system.store_count import drained
 from tiers.paths import Paths
 
-CHUNK = {"prefill_chunk": 64, "point_answer_tokens": 8}
+ENGINE = {"prefill_chunk": 64, "point_answer_tokens": 8, "context_tokens": 2048}
 KINDS = list(SAMPLE)
 
 
@@ -32,7 +32,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Two engines with the tiny model of one kind."""
     assert request.config.cache is not None
     model = h.build_kind(SAMPLE[request.param], request.config.cache.mkdir("concordia-kinds"))
-    for system in running(model, tmp_path_factory.mktemp(request.param), 2, **CHUNK):
+    for system in running(model, tmp_path_factory.mktemp(request.param), 2, **ENGINE):
         yield request.param, system
 
 
@@ -63,7 +63,7 @@ class Cold:
     """An engine in this process, of the same model, that reuses nothing: what a cold engine says."""
 
     def __init__(self, model: Path, directory: Path) -> None:
-        self.driver = EngineDriver.start(model, Paths.at(directory / "data", directory / "lanes"), **CHUNK)
+        self.driver = EngineDriver.start(model, Paths.at(directory / "data", directory / "lanes"), **ENGINE)
         self.count = 0
 
     def __call__(self, tokens: list[int], count: int) -> list[int]:
