@@ -70,7 +70,8 @@ LOCK_WAIT_S = 5.0
 READER_CHECK_S = 5.0
 SYNC_AT_SHARE = 0.5
 JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socket
-JOB_PAUSE_S = 0.005
+JOB_PAUSE_S = 0.005  # between slices of what was asked for
+BACKGROUND_PAUSE_S = 0.06
 COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
 OPS = (
     "drain",
@@ -1058,7 +1059,7 @@ class Keeper:
         next_drain = time.monotonic()
         while not self._stopping:
             idle = self._job is None or self._job.finished
-            self._serve(max(0.0, next_drain - time.monotonic()) if idle else min(self._interval_s, JOB_PAUSE_S))
+            self._serve(max(0.0, next_drain - time.monotonic()) if idle else min(self._interval_s, self._pause_s()))
             self._work()
             if time.monotonic() >= next_drain and not self._stopping:
                 more = self._tick()
@@ -1080,6 +1081,10 @@ class Keeper:
         return more
 
     # ------------------------------------------------------------ compaction, between drains
+
+    def _pause_s(self) -> float:
+        asked = self._job is not None and not self._job.background
+        return JOB_PAUSE_S if asked else BACKGROUND_PAUSE_S
 
     def _work(self) -> None:
         """A slice of the job in hand; a new one when it is time."""

@@ -317,7 +317,8 @@ def test_lanes_may_appear_after_the_keeper(world: World) -> None:
         assert stats["blocks_put"] == 5 and stats["stored_tails"] == 1 and stats["unsynced_ms"] == 0
 
 
-def test_killed_keepers_lose_nothing(world: World) -> None:
+@pytest.mark.parametrize("tail_interval_ms", [0, 60_000])
+def test_killed_keepers_lose_nothing(world: World, tail_interval_ms: int) -> None:
     """Records are appended without pause while keepers are killed at random instructions, one after the other."""
     seed = int(time.time())
     print("seed", seed)
@@ -327,7 +328,7 @@ def test_killed_keepers_lose_nothing(world: World) -> None:
     world.capture(lane, "a", tokens, [])
     position = 0
     for _ in range(4):
-        with keeper_process(world, wait=False) as process:
+        with keeper_process(world, wait=False, tail_interval_ms=tail_interval_ms) as process:
             ask(lambda: keeper_client.stats(world.paths.keeper_socket))
             kill_at = time.monotonic() + random.uniform(0.01, 0.08)
             while time.monotonic() < kill_at and position < 5900:
@@ -342,18 +343,19 @@ def test_killed_keepers_lose_nothing(world: World) -> None:
         world.paths.keeper_socket.unlink(missing_ok=True)
         assert world.restorable(tokens) == position
     with keeper_process(world):
-        keeper_client.drain(world.paths.keeper_socket)
+        keeper_client.drain(world.paths.keeper_socket, sync=True)
     assert lane.tail == lane.head
     assert world.restorable(tokens) == position > 100
 
 
-def test_everything_captured_is_restorable_at_any_moment(world: World) -> None:
+@pytest.mark.parametrize("tail_interval_ms", [0, 60_000])
+def test_everything_captured_is_restorable_at_any_moment(world: World, tail_interval_ms: int) -> None:
     """While the keeper moves it from the lane to the disk, through several laps of the ring, one finder always finds all of it."""
     lane = world.lane()
     tokens = some_tokens(402)
     world.capture(lane, "a", tokens, [])
     finder = world.finder()
-    with keeper_process(world, drain_interval_ms=1):
+    with keeper_process(world, drain_interval_ms=1, tail_interval_ms=tail_interval_ms):
         position = 0
         while position < 402:
             try:
