@@ -2,9 +2,9 @@
 
 Question  Bandwidth of reserve, fill and commit of one ROWS record (both checksums included), from 23 KB to 4 MB.
 Regime    One writer in this process, no keeper beside it; the ring is warm, in shared memory, and is freed before it is
-full. The frame is copied from
-          ordinary memory by one numpy call, as a capture of contiguous rows would. Both sides alternate; they go round regions of
-          the same size, so that neither finds its target in the processor's cache. One thread.
+          full. The frame is copied from ordinary memory by one numpy call, as a capture of contiguous rows would. Both
+          sides alternate; they go round regions of the same size, so that neither finds its target in the processor's
+          cache. One thread.
 Baseline  one memcpy of the frame into warm shared memory.
 Unit      GB/s, of medians; ratio is append / memcpy (wanted at 1 MB: at least 0.8)
 Seed      of the frames' bytes

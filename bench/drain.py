@@ -2,8 +2,8 @@
 
 Question  Bytes per second of a drain: records read from the lane, checked, joined into blocks, committed and synced.
 Regime    The keeper's own code in this process; the lane is filled before the clock runs, 64 tokens of the demo model's
-rows a record, and all of it is drained
-          in group commits, durability `interval`, with a sync at the end. Drain and baseline alternate, each into a new file.
+          rows a record, and all of it is drained in group commits, durability `interval`, with a sync at the end. Drain
+          and baseline alternate, each into a new file.
 Baseline  sequential write of as many bytes to one file of the same disk in pieces of the size of a group commit, with an
           fdatasync after each, as a flat log with the same durability would do.
 Unit      MB/s; ratio is drain / write (wanted: at least 0.8)

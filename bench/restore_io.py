@@ -2,10 +2,9 @@
 
 Question  Bytes per second of a restore's reading side: found, verified (checksums), and copied to where the arena is.
 Regime    1 GB of blocks of the demo model's shape in one store, committed by the keeper's code and synced; read through
-PrefixFinder in slices of 64 MB as an
-          engine does, into memory that was touched before. Hot: all pages in the page cache. Cold: the file's pages dropped
-          before each run (fdatasync,
-          POSIX_FADV_DONTNEED) and the store opened anew. Sides alternate. One thread.
+          PrefixFinder in slices of 64 MB as an engine does, into memory that was touched before. Hot: all pages in the
+          page cache. Cold: the file's pages dropped before each run (fdatasync, POSIX_FADV_DONTNEED) and the store opened
+          anew. Sides alternate. One thread.
 Baseline  hot: one memcpy of as many bytes, memory to memory. cold: preadv of a flat file of as many bytes, dropped in the same way.
 Unit      GB/s; ratio is restore / baseline (wanted: hot at least 0.5, cold at least 0.8)
 Seed      of tokens and rows

@@ -2,9 +2,8 @@
 
 Question  Time to attach a lane that is full of one-token records and to index it: its records found, their blocks known.
 Regime    The records are one token of the demo model each (46 KB), of 16 sequences, in a warm file in shared memory.
-`attach`: map it and find the last record.
-          `index`: from nothing to a PrefixFinder that can say what is restorable. New objects each time; payloads aren't checked,
-          that is done by the restore that reads them.
+          `attach`: map it and find the last record. `index`: from nothing to a PrefixFinder that can say what is
+          restorable. New objects each time; payloads aren't checked, that is done by the restore that reads them.
 Baseline  attach: parsing and checking every entry. index: reading every payload's first page, as a log without a
           directory of entries would have to.
 Unit      ms; ratio is baseline / ours (no bound is set)

@@ -1,9 +1,9 @@
 """Tier 0: a ring of host memory that a capture copies into without waiting, in front of the lane. Stage *capture*, engine's step thread.
 
 For devices whose memory is copied asynchronously: the ring's memory is pinned, a copy is started into `frame`, and `commit` is
-given a function
-that says whether the copy is complete. `append_ready` moves what is complete into the lane, in order. Where there is no CUDA
-the memory is plain and every copy is complete at once. Behind the interface of LaneWriter, so a capture need not know which it has.
+given a function that says whether the copy is complete. `append_ready` moves what is complete into the lane, in order. Where
+there is no CUDA the memory is plain and every copy is complete at once. It has the interface of LaneWriter, so a capture need
+not know which it has.
 Source: docs/log-format.md
 """
 
