@@ -753,6 +753,7 @@ class Engine:
             points_dropped=self.points.dropped,
             points_missing=self.points.missing,
             windows_lost=capture.windows_lost if capture else 0,
+            capture_by_handlers=int(capture.by_handlers) if capture else 0,
             prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
             restore_bytes_per_s=self.speeds.restore_bytes_per_s,
             decode_step_ms=counters.decode_step_ms,

@@ -124,6 +124,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     points_dropped: int = 0
     points_missing: int = 0
     windows_lost: int = 0
+    capture_by_handlers: int = 0
     prefill_tokens_per_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     decode_step_ms: float = 0.0

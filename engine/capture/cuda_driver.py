@@ -6,6 +6,7 @@ addressing the device uses the host's pointers. Every call names its device, so 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ class CudaDriver:
         if device >= count:
             raise NoDevice(f"CUDA device {device} was asked for, this machine has {count}")
         self.index = device
+        self._foreign: dict[int, CudaStream] = {}
         self.device = self.cupy.cuda.Device(device)
         properties = runtime.getDeviceProperties(device)
         self.title = properties["name"].decode()
@@ -180,7 +182,11 @@ class CudaDriver:
         import torch
 
         pointer = torch.cuda.current_stream(self.index).cuda_stream
-        return CudaStream(self, self.cupy.cuda.ExternalStream(pointer, self.index))
+        if pointer not in self._foreign:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # CuPy 14 has a newer name, which CuPy 13 has not
+                self._foreign[pointer] = CudaStream(self, self.cupy.cuda.ExternalStream(pointer, self.index))
+        return self._foreign[pointer]
 
     def copy(self, target: int, source: int, byte_count: int, stream: Any) -> None:
         """See Driver."""

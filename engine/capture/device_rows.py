@@ -50,6 +50,7 @@ class DeviceRows:
 
     way    how they are launched: stream, graph or executor
     lane   why the lane's memory is not written in place; empty if it is
+    failed why the handlers were given up; empty while they work
     costs  what each way cost, where it was measured
     """
 
@@ -58,6 +59,7 @@ class DeviceRows:
     rows: KernelRows
     way: str
     lane: str = ""
+    failed: str = ""
     costs: list[LaunchCost] = field(default_factory=list)
     launches: int = 0
     _registered: Buffer | None = None
@@ -65,8 +67,27 @@ class DeviceRows:
     _ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
 
     def ready(self) -> bool:
-        """Whether the handlers are compiled; until then the framework copies."""
-        return self.rows.ready()
+        """Whether handlers gather; until they are compiled, and after they failed, the framework copies."""
+        if self.failed:
+            return False
+        try:
+            return self.rows.ready()
+        except CaptureError as error:
+            self._give_up(error)
+            return False
+
+    def _gather(self, items: list[RowRange]) -> bool:
+        try:
+            self.rows.gather(items)
+        except CaptureError as error:
+            self._give_up(error)
+            return False
+        self.launches += 1
+        return True
+
+    def _give_up(self, error: CaptureError) -> None:
+        self.failed = str(error)
+        log.error("capture.handlers_failed", reason=self.failed, way="the framework copies rows from now on")
 
     def ahead(self, ranges: Iterable[tuple[Slot, int, int]]) -> None:
         """Gather the ranges of a step together, so that each `copy_out` of one of them finds it in host memory."""
@@ -78,14 +99,15 @@ class DeviceRows:
         if total > self._ring.size:
             self._grow(total)
         items, at = [], 0
+        staged = {}
         for slot, start, end in wanted:
             size = (end - start) * self.rows.shape.token_bytes
             frame = self._ring[at : at + size]
             items.append(self._range(slot, start, end, frame))
-            self._staged[(slot.index, start, end)] = frame
+            staged[(slot.index, start, end)] = frame
             at += (size + 15) & -16
-        self.rows.gather(items)
-        self.launches += 1
+        if self._gather(items):
+            self._staged = staged
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame`, as Arena.copy_out does it."""
@@ -93,11 +115,8 @@ class DeviceRows:
         if staged is not None:
             np.copyto(frame, staged)
             return
-        if not self.ready():
+        if not self.ready() or not self._gather([self._range(slot, start, end, frame)]):
             self.arena.copy_out(slot, start, end, frame)
-            return
-        self.rows.gather([self._range(slot, start, end, frame)])
-        self.launches += 1
 
     def _range(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> RowRange:
         return RowRange(slot.index, start, end, frame, rows=tuple(self.arena.rows_at(slot, start)))

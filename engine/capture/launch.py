@@ -16,8 +16,6 @@ from engine.capture.driver import Buffer, Driver, Event, Graph, Module, Stream
 from engine.capture.executor import Executor
 from engine.capture.source import WORD_COUNT
 
-_GRAPH_TASKS = 4
-
 
 class Ticket(Protocol):
     """One started task."""
@@ -88,44 +86,53 @@ class GraphLaunch:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._stream = driver.stream()
-        self._graphs: dict[tuple[str, int], tuple[Graph, list[Buffer]]] = {}
-        self._turn: dict[tuple[str, int], list[Event | None]] = {}
+        self._captured: dict[tuple[str, int], _Captured] = {}
 
-    def record(self, module: Module, blocks: int, stream: Stream) -> Buffer:
-        """Add the handler to the graph that `stream` is capturing; write words into the buffer before each replay."""
-        words = self._driver.mapped_buffer(8 * WORD_COUNT)
+    def words(self) -> Buffer:
+        """Room for the words of a recorded handler. Make it before the capture begins: nothing may be allocated inside."""
+        return self._driver.mapped_buffer(8 * WORD_COUNT)
+
+    def record(self, module: Module, blocks: int, stream: Stream, words: Buffer) -> None:
+        """Add the handler to the graph that `stream` is capturing; write `words` anew before each replay."""
         module.launch("run_indirect", stream, blocks, module.source.threads, (words.address,))
-        return words
 
     def launch(self, module: Module, words: Sequence[int], blocks: int, after: Event | None = None) -> EventTicket:
         """See Launcher."""
-        graph, buffer = self._ready(module, blocks)
-        buffer.array("u8", WORD_COUNT)[:] = _padded(words)
+        captured = self._captured.setdefault((module.source.digest, blocks), _Captured(self.words()))
+        if captured.last is not None:
+            captured.last.wait()  # the words of the last replay are free to be written once it is over
+        captured.words.array("u8", WORD_COUNT)[:] = _padded(words)
         if after is not None:
             self._stream.wait(after)
-        graph.launch(self._stream)
-        event = self._stream.record()
-        self._turn[(module.source.digest, blocks)][0] = event
-        return EventTicket(event)
+        if captured.last is None:
+            # The first one is no replay: a driver that loads code lazily must not meet a kernel for the first time inside a capture.
+            self.record(module, blocks, self._stream, captured.words)
+        else:
+            self._replay(captured, module, blocks)
+        captured.last = self._stream.record()
+        return EventTicket(captured.last)
 
-    def _ready(self, module: Module, blocks: int) -> tuple[Graph, Buffer]:
-        """The graph of a handler; its words are free to be written once the last replay is over."""
-        key = (module.source.digest, blocks)
-        if key not in self._graphs:
-            self._driver.begin_graph(self._stream)
-            buffer = self.record(module, blocks, self._stream)
-            self._graphs[key] = (self._driver.end_graph(self._stream), [buffer])
-            self._turn[key] = [None]
-        last = self._turn[key][0]
-        if last is not None:
-            last.wait()
-        graph, buffers = self._graphs[key]
-        return graph, buffers[0]
+    def _replay(self, captured: _Captured, module: Module, blocks: int) -> None:
+        if captured.graph is None:
+            side = self._driver.stream()
+            self._driver.begin_graph(side)
+            self.record(module, blocks, side, captured.words)
+            captured.graph = self._driver.end_graph(side)
+        captured.graph.launch(self._stream)
 
     def close(self) -> None:
         """See Launcher."""
         self._stream.synchronize()
-        self._graphs.clear()
+        self._captured.clear()
+
+
+@dataclass(slots=True)
+class _Captured:
+    """One handler's graph, the words that it reads, and its last replay."""
+
+    words: Buffer
+    graph: Graph | None = None
+    last: Event | None = None
 
 
 class ExecutorLaunch:

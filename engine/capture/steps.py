@@ -65,6 +65,11 @@ class Capture:
     without: str = ""
     windows_lost: int = 0
 
+    @property
+    def by_handlers(self) -> bool:
+        """Whether the device's handlers gather rows, not the framework's copies."""
+        return self.rows is not None and not self.rows.failed
+
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
         sequence = sequence_id(stream, epoch)

@@ -14,6 +14,7 @@ from engine.capture import Capture, Cursor
 from engine.capture.device_rows import DeviceRows, build, for_engine, shape_of
 from engine.capture.driver import Buffer
 from engine.capture.errors import CaptureError
+from engine.capture.launch import ExecutorLaunch
 from tests.engine.capture.shim_driver import ShimDriver
 from tiers.lane import LaneReader, LaneWriter, RecordType
 from tiers.layout import RootId
@@ -102,6 +103,27 @@ def test_the_framework_copies_until_the_handlers_are_compiled(
     assert rows.launches == 0
     assert len(frames(lane)) == 21
     shim_driver.hold_loads.set()
+    rows.close()
+    lane.close()
+
+
+def test_handlers_that_fail_leave_the_framework_in_charge(
+    arena: Arena, lane: LaneWriter, tmp_path: Path, shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = build(arena, shim_driver, "executor")
+    rows.rows.wait_ready()
+    launcher = rows.device.launcher
+    assert isinstance(launcher, ExecutorLaunch)
+    capture = Capture(lane, arena, ROOT, 4, rows=rows)
+    cursor, slot = capture.cursor("s", 1, 0), arena.slots[0]
+    slot.length = 5
+    assert capture.advance(cursor, slot) and rows.launches == 1
+    monkeypatch.setattr(launcher.executor, "stuck", True)
+    slot.length = 9
+    assert capture.advance(cursor, slot) and rows.launches == 1
+    assert "past its lease" in rows.failed
+    assert len(frames(lane)) == 2
+    monkeypatch.undo()
     rows.close()
     lane.close()
 

@@ -61,9 +61,10 @@ def test_a_handler_recorded_into_a_steps_graph_runs_with_each_replay(shim_driver
     def step() -> None:
         state.array("<u4", 64)[:] += 1
 
+    words = graphs.words()
     shim_driver.begin_graph(stream)
     stream.put(step)
-    words = graphs.record(module, 1, stream)
+    graphs.record(module, 1, stream, words)
     graph = shim_driver.end_graph(stream)
     for turn in range(1, 4):
         words.array("<u8", WORD_COUNT)[:3] = (bases.address, 1, out.address)

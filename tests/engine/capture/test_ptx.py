@@ -175,3 +175,26 @@ def test_the_table_of_ranges_has_its_size_and_a_bound() -> None:
     assert struct.unpack_from("<QQQQQ", table) == (1, 4096, 8192, 12, 65536)
     with pytest.raises(ValueError, match="8 at most"):
         regions_table([MarkedRange(4096, 1, 12, 0)] * 9)
+
+
+@pytest.mark.gpu
+def test_an_instrumented_kernel_marks_just_what_it_writes_on_a_gpu() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from engine.capture.ptx_hooks import fill, load
+
+    torch.zeros(1, device="cuda")
+    module, done = load(sample("nvrtc_12_9"))
+    assert done.stores["saxpy"] == 1
+    values, ones = torch.zeros(1 << 16, device="cuda"), torch.ones(1 << 16, device="cuda")
+    bitmap = torch.zeros(2, dtype=torch.int32, device="cuda")
+    fill(module, [MarkedRange(values.data_ptr(), 4 << 16, 12, bitmap.data_ptr())])
+    torch.cuda.synchronize()
+    count = 3000  # floats: pages 0 to 2 of 4 KB
+    arguments = (cupy.uint64(values.data_ptr()), cupy.uint64(ones.data_ptr()), cupy.float32(2), cupy.int32(count))
+    module.get_function("saxpy")((12,), (256,), arguments)
+    cupy.cuda.runtime.deviceSynchronize()
+    assert values[:count].eq(2).all() and values[count:].eq(0).all()
+    assert bitmap.tolist() == [0b111, 0]
