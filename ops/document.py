@@ -21,7 +21,7 @@ TITLES = {
 UNSAID = {
     "gateway.host": "address to listen on; beyond loopback an API key is needed",
     "gateway.port": "port to listen on",
-    "tiers.sync_interval_ms": "longest time between two fsyncs under `interval`: with `tail_interval_ms` the bound of what a power cut loses",
+    "tiers.sync_interval_ms": "longest time between syncs under `interval`; with `tail_interval_ms` the bound of what a power cut loses",
 }
 SHOWN_DEFAULTS = {
     "data_dir": "`~/.local/share/concordia` (XDG_DATA_HOME)",
