@@ -83,7 +83,7 @@ def recover(config: Config, url: str | None, as_json: bool) -> None:
     run_recover(find(config, url), as_json)
 
 
-@click.command(cls=Command, exits=(5,))
+@click.command(cls=Command, exits=(5, 6))
 @click.option("--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second.")
 @destructive_flags
 @client_flags

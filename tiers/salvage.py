@@ -29,6 +29,7 @@ log = structlog.get_logger()
 FRAME = struct.Struct("<cI")  # kind, bytes: K a key about to be read, V its value, E the end
 COMMIT_BYTES = 16 << 20
 DEATHS_LIMIT = 100_000
+STUCK_S = 10  # without a key: damaged pages lead in a circle within LMDB
 
 
 @dataclass(slots=True)
@@ -134,8 +135,9 @@ def _read_in_child(
     if child == 0:
         try:
             os.close(reading)
-            for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT):
+            for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGALRM):
                 signal.signal(number, signal.SIG_DFL)
+            signal.alarm(STUCK_S)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB's own assertions
             with open(writing, "wb", buffering=1 << 16) as pipe:
                 _send(pipe, store_dir, name, map_bytes, after, before, down_to)
@@ -173,7 +175,12 @@ def _send(
             more = cursor.set_range(before) and cursor.prev()
         else:
             more = cursor.last()
+        previous: bytes | None = None
         while more and (key := bytes(cursor.key())) > down_to:
+            if previous is not None and (key <= previous if before is None else key >= previous):
+                return  # damaged pages lead in a circle: as good as dead
+            previous = key
+            signal.alarm(STUCK_S)
             pipe.write(FRAME.pack(b"K", len(key)) + key)
             pipe.flush()
             value = bytes(cursor.value())
