@@ -22,7 +22,9 @@ from ops.show import Bar, size
 from tiers.backup import check_backup
 from tiers.errors import BadFile, OtherFormat, TierError
 from tiers.export import check_exported
+from tiers.offline import owned
 from tiers.paths import Paths
+from tiers.salvage import is_walkable
 from tiers.store import StoreReader
 from tiers.verify import Affected, Checked, Finding, verify
 
@@ -78,6 +80,12 @@ def find_damage(
     """What is wrong with store and lanes. Raises BadData if the store can't be read at all."""
     paths = config.paths
     lane_dir = paths.lane_dir if paths.lane_dir.exists() else None
+    # Not beside a keeper: it reads the same pages all the time, and a long snapshot would let the file grow.
+    if not owned(paths) and not is_walkable(paths.store, map_bytes=config.tiers.store_map_bytes):
+        raise BadData(
+            f"{paths.store} can't be read to its end, its own pages are damaged or missing; `concordia repair` saves what can be, "
+            "or restore a backup"
+        )
     try:
         return list(verify(paths.store, lane_dir, map_bytes=config.tiers.store_map_bytes, checked=checked, pace=pace))
     except TierError as error:

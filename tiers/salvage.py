@@ -72,6 +72,47 @@ def salvage(
     return done
 
 
+def is_walkable(store_dir: Path, *, map_bytes: int) -> bool:
+    """Whether LMDB finds its way through the whole file, tried by a child process: a damaged page may be the end of who looks at it.
+
+    Cost: each key, and the first and last page of each value. A store that isn't there is walkable.
+    """
+    if not (store_dir / "data.mdb").exists():
+        return True
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _child_signals()
+            _walk(store_dir, map_bytes)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _child_signals() -> None:
+    """Die of what a damaged page does, silently, and of standing still."""
+    for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB's own assertions
+    signal.alarm(STUCK_S)
+
+
+def _walk(store_dir: Path, map_bytes: int) -> None:
+    env = lmdb.open(str(store_dir), map_size=map_bytes, readonly=True, max_dbs=64, lock=False)
+    with env.begin(buffers=True) as transaction:
+        for name in [bytes(key) for key, _ in transaction.cursor()]:
+            previous = b""
+            for key, value in transaction.cursor(env.open_db(name, txn=transaction, create=False)):
+                signal.alarm(STUCK_S)
+                found = bytes(key)
+                assert found > previous, "keys in a circle"
+                previous = found
+                if len(value):
+                    value[0], value[-1]  # noqa: B018  touched
+
+
 def _copy(store_dir: Path, new: lmdb.Environment, name: bytes, map_bytes: int, done: Salvaged) -> None:
     """One database, forwards, and from its end where forwards ends early."""
     database = new.open_db(name)
@@ -135,10 +176,7 @@ def _read_in_child(
     if child == 0:
         try:
             os.close(reading)
-            for number in (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGALRM):
-                signal.signal(number, signal.SIG_DFL)
-            signal.alarm(STUCK_S)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB's own assertions
+            _child_signals()
             with open(writing, "wb", buffering=1 << 16) as pipe:
                 _send(pipe, store_dir, name, map_bytes, after, before, down_to)
             os._exit(0)
