@@ -7,11 +7,13 @@ import struct
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.capture.ptx_hooks import instrumented_stage
-from engine.capture.ptx_marks import REGIONS_BYTES, MarkedRange, instrument, regions_table
+from engine.capture.ptx_marks import REGIONS, REGIONS_BYTES, SAFE_POINTS, MarkedRange, instrument, regions_table
 from engine.capture.ptx_text import functions
+from tests.engine.capture.ptx_machine import Machine
 from tests.engine.capture.tools import ptxas
 
 SAMPLES = Path(__file__).parent / "ptx"
@@ -175,6 +177,59 @@ def test_the_table_of_ranges_has_its_size_and_a_bound() -> None:
     assert struct.unpack_from("<QQQQQ", table) == (1, 4096, 8192, 12, 65536)
     with pytest.raises(ValueError, match="8 at most"):
         regions_table([MarkedRange(4096, 1, 12, 0)] * 9)
+
+
+def run_saxpy(machine: Machine, count: int) -> tuple[int, np.ndarray]:
+    """y = 2 x + y over `count` of 4,096 floats; returns where y lies, and y."""
+    y, x = machine.memory.allocate(4 * 4096), machine.memory.allocate(4 * 4096)
+    machine.memory.array(x, "<f4", 4096)[:] = np.arange(4096)
+    machine.memory.array(y, "<f4", 4096)[:] = 1
+    return y, machine.memory.array(y, "<f4", 4096)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1030])
+def test_an_instrumented_kernel_marks_just_the_pages_it_writes(count: int) -> None:
+    machine = Machine(instrument(sample("nvrtc_12_9")).text)
+    y, values = run_saxpy(machine, count)
+    bitmap, points = machine.memory.allocate(64), machine.memory.allocate(64)
+    other = MarkedRange(1, 4096, 12, 1)
+    table = regions_table([other, MarkedRange(y, 4 * 4096, 9, bitmap)])
+    machine.memory.view(machine.memory.names[REGIONS], len(table))[:] = table
+    machine.memory.view(machine.memory.names[SAFE_POINTS], 8)[:] = struct.pack("<Q", points)
+    x = next(address for address in machine.memory.ranges if address > y)
+    blocks = -(-count // 64)
+    machine.launch("saxpy", blocks, 64, [("Q", y), ("Q", x), ("f", 2.0), ("i", count)])
+    expected = np.ones(4096, np.float32)
+    expected[:count] += 2 * np.arange(count)
+    assert np.array_equal(values, expected), "the kernel does what it did"
+    marked = np.unpackbits(machine.memory.array(bitmap, "u1", 8), bitorder="little")
+    pages = -(-4 * count // 512)
+    assert marked[:pages].all() and not marked[pages:].any()
+    assert machine.memory.array(points, "<u4", 2).tolist() == [blocks, blocks], "entry and return, once a block"
+
+
+def test_a_kernel_with_barriers_calls_and_atomics_marks_all_that_it_writes() -> None:
+    machine = Machine(instrument(sample("nvrtc_12_9")).text)
+    out, given, hits = (machine.memory.allocate(size) for size in (128 * 16, 128 * 16, 512))
+    source = np.random.default_rng(1).random((128, 4), dtype=np.float32)
+    machine.memory.array(given, "<f4", 512)[:] = source.reshape(-1)
+    bitmap, small = machine.memory.allocate(64), machine.memory.allocate(64)
+    table = regions_table([MarkedRange(out, 128 * 16, 9, bitmap), MarkedRange(hits, 512, 9, small)])
+    machine.memory.view(machine.memory.names[REGIONS], len(table))[:] = table
+    machine.launch("tiled", 2, 64, [("Q", out), ("Q", given), ("Q", hits), ("i", 128)])
+    reversed_tiles = source.reshape(2, 64, 4)[:, ::-1].reshape(128, 4)
+    assert np.array_equal(machine.memory.array(out, "<f4", 512).reshape(128, 4), reversed_tiles)
+    assert machine.memory.array(hits, "<u4", 2).tolist() == [int((source[:, 0] > 0.5).sum()), 3]
+    assert machine.memory.array(bitmap, "<u4", 2).tolist() == [0b1111, 0]
+    assert machine.memory.array(small, "<u4", 1).tolist() == [1]
+
+
+def test_without_registered_ranges_nothing_is_marked() -> None:
+    machine = Machine(instrument(sample("nvrtc_12_9")).text)
+    y, values = run_saxpy(machine, 64)
+    x = next(address for address in machine.memory.ranges if address > y)
+    machine.launch("saxpy", 1, 64, [("Q", y), ("Q", x), ("f", 2.0), ("i", 64)])
+    assert values[63] == 127
 
 
 @pytest.mark.gpu
