@@ -1,7 +1,7 @@
 """What do clients notice when an engine with 16 streams is drained?
 
 Question  `POST /admin/engines/{id}/drain` in the middle of 16 answers: the longest wait for a token of any of them.
-Regime    Demo model, two engines with 16 slots, 16 streams of 128 prompt tokens each, greedy; drained after 6 tokens. Real processes.
+Regime    Demo model, two engines with 16 slots, 16 streams of 128 prompt tokens each, greedy; drained once each has 6 tokens. Real processes.
 Baseline  The same engine killed at the same point, in the same run.
 Unit      ms; ratio is killed / drained. Beside it the time until the drain was over, against an ordinary token.
 Seed      --seed
@@ -44,25 +44,32 @@ def main() -> None:
         killed = run(running, prompts, tokens, lambda answer: moving.kill_serving(running, answer))
     rows = report.Report("drain_streams", options.quick)
     rows.details = {"drain": reports}
-    ours, theirs = (max(max(moving.gaps_ms(answer)) for answer in answers) for answers in (drained, killed))
+    ours, theirs = (max(longest_ms(answer) for answer in answers) for answers in (drained, killed))
     rows.add(report.Row(f"{streams} streams, longest wait", ours, "ms", theirs, theirs / ours))
     token = report.median([moving.token_ms(answer) for answer in drained])
     rows.add(report.Row(f"{streams} streams, until drained", 1000 * seconds[0], "ms", token, 1000 * seconds[0] / token))
     rows.finish()
 
 
+def longest_ms(answer: Answer) -> float:
+    """Longest wait from the token on at which something can have happened."""
+    return max(moving.gaps_ms(answer)[ACT_AFTER_TOKENS - 1 :])
+
+
 def run(running: System, prompts: list[list[int]], tokens: int, act: Callable[[Answer], Any]) -> list[Answer]:
-    acted = threading.Lock()
+    waiting, acted = set(range(len(prompts))), threading.Lock()
 
-    def first_only(answer: Answer) -> None:
-        if acted.acquire(blocking=False):
-            act(answer)
+    def one(index: int) -> Answer:
+        def watch(answer: Answer) -> None:
+            if len(answer.tokens) >= ACT_AFTER_TOKENS:
+                waiting.discard(index)
+            if not waiting and acted.acquire(blocking=False):
+                act(answer)
 
-    def one(prompt: list[int]) -> Answer:
-        ready = moving.once_when(lambda seen: len(seen.tokens) >= ACT_AFTER_TOKENS, first_only)
-        return running.stream("/v1/completions", moving.request(prompt, tokens), watch=ready, timeout_s=600.0)
+        body = moving.request(prompts[index], tokens)
+        return running.stream("/v1/completions", body, watch=watch, timeout_s=600.0)
 
-    return at_once([lambda prompt=prompt: one(prompt) for prompt in prompts], 900.0)  # type: ignore[misc]
+    return at_once([lambda index=index: one(index) for index in range(len(prompts))], 900.0)  # type: ignore[misc]
 
 
 if __name__ == "__main__":
