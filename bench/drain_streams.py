@@ -1,7 +1,7 @@
 """What do clients notice when an engine with 16 streams is drained?
 
 Question  `POST /admin/engines/{id}/drain` in the middle of 16 answers: the longest wait for a token of any of them.
-Regime    Demo model, two engines with 16 slots, 16 streams of 128 prompt tokens each, greedy; drained once each has 6 tokens. Real processes.
+Regime    Demo model, two engines with 16 slots, 16 streams of 128 prompt tokens, greedy; drained when each has 6 tokens.
 Baseline  The same engine killed at the same point, in the same run.
 Unit      ms; ratio is killed / drained. Beside it the time until the drain was over, against an ordinary token.
 Seed      --seed
