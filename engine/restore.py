@@ -118,7 +118,9 @@ class Restore:
         plan = self.plan
         slot.filling = not arena.append_only
         for window, first in enumerate(plan.firsts, 1):
-            extends = first == plan.device and slot.bases[window] <= arena.needed_from(window, first)
+            base = slot.bases[window]
+            fits = plan.goal - base <= arena.capacities[window]
+            extends = first == plan.device and base <= arena.needed_from(window, first) and fits
             if first < plan.goal and not extends:
                 slot.bases[window] = first
         self.at = min([plan.device, *plan.firsts])

@@ -243,6 +243,20 @@ def test_rolling_back_past_a_window_reads_its_rows_from_the_log(start: Start, ke
     assert engine.started("back").reason == ""
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text"])
+def test_rows_of_another_engine_extend_what_is_on_the_device(start: Start, drain: Drain, kind: str) -> None:
+    """Also where the window's buffer is full to the last row, and the stored rows begin right behind it."""
+    prompt = random_tokens(26, 400)
+    other, engine, reference = start("other"), start("engine"), start("reference")
+    ask(other, "whole", prompt, 2)
+    other.close()
+    drain.flush(sync=True)
+    for held in (96, 127, 128, 129, 160):
+        ask(engine, f"held{held}", prompt[:held], 1, session=f"held{held}", capture=True)
+        tokens = prompt[: held + 33]
+        assert ask(engine, f"more{held}", tokens, session=f"held{held}") == cold(reference, tokens), held
+
+
 @pytest.mark.parametrize("kind", sorted(WINDOWED))
 def test_memory_of_windows_does_not_grow_with_the_context(start: Start, kind: str) -> None:
     def window_bytes(arena: Any) -> int:
