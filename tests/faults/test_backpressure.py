@@ -126,7 +126,7 @@ def test_full_map(tiny_dir: Path, world: World, processes: Processes, expected: 
     wait_for("the keeper", lambda: stats(world) is not None)
     engine = start(tiny_dir, world)
     assert answer_all(engine) == expected
-    assert "map is full" in wait_for("the keeper to say so", lambda: stats(world)["failing"])
+    assert "used up" in wait_for("the keeper to say so", lambda: stats(world)["failing"])
     assert lag(engine) > 0
     keeper.terminate()
     assert keeper.wait(60) == 0
