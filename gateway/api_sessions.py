@@ -23,6 +23,7 @@ log = structlog.get_logger()
 
 PARK_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 30.0
 
 
 async def list_sessions(request: web.Request) -> web.Response:
@@ -50,6 +51,10 @@ async def fork_session(request: web.Request) -> web.Response:
     if gateway.sessions.get(name) is not None:
         raise conflict(f"there is a session {name!r} already; choose another session_id, or delete it first")
     fork = gateway.sessions.fork(record.session, name, tokens, position)
+    if not await gateway.sessions.written(WRITE_TIMEOUT_S):  # the record is all that a fork is
+        log.warning(
+            "fork.not_written", fork=name, waited_s=WRITE_TIMEOUT_S, hint="it is lost if the gateway is killed now"
+        )
     metrics.sessions_forked.inc()
     log.info("fork.done", session=record.session, fork=name, position=position)
     return json_response(session_view(gateway, fork), headers={"X-Session-Id": name})

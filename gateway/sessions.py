@@ -7,12 +7,14 @@ borrows the beginning of a list which is stored once, under its digest, for as l
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ class SessionTable:
         self._records_db = self._environment.open_db(b"records")
         self._tokens_db = self._environment.open_db(b"tokens")
         self._records = {record.session: record for record in self._load()}
-        self._work: queue.SimpleQueue[list[Change] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[list[Change] | Callable[[], None] | None] = queue.SimpleQueue()
         self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
         self._borrowers = Counter(record.list_id for record in self._records.values() if record.list_id)
         self._thread = threading.Thread(target=self._write_loop, name="sessions", daemon=True)
@@ -100,6 +102,17 @@ class SessionTable:
             with self._environment.begin(db=self._tokens_db) as transaction:
                 held = bytes(transaction.get(record.list_key) or b"")
         return held[: 4 * record.token_count]
+
+    async def written(self, timeout_s: float) -> bool:
+        """Wait until everything so far is on disk, or the disk has refused it; False if that takes longer."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        self._work.put(partial(_tell, loop, done))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await done.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def fork(self, source: str, name: str, tokens: bytes, position: int) -> SessionRecord:
         """A new session that begins with the first `position` of `tokens`, which `source` holds or held. Costs its record."""
@@ -235,7 +248,10 @@ class SessionTable:
             group = [self._work.get()]
             while not self._work.empty():
                 group.append(self._work.get())
-            self._write([change for item in group if item is not None for change in item])
+            self._write([change for item in group if isinstance(item, list) for change in item])
+            for item in group:
+                if callable(item):
+                    item()
             if None in group:
                 return
 
@@ -254,6 +270,13 @@ class SessionTable:
         for name, key, value in changes:
             if name == "tokens" and value is not None and self._tokens_waiting.get(key) is value:
                 self._tokens_waiting.pop(key, None)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+    try:
+        loop.call_soon_threadsafe(done.set)
+    except RuntimeError:
+        pass  # the loop has ended: nobody waits
 
 
 class SessionFile:

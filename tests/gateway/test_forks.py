@@ -51,6 +51,13 @@ async def test_forks_survive_a_restart_and_their_parent(make_world) -> None:  # 
     assert again["forked_from"] == "a"
 
 
+async def test_a_fork_that_was_answered_is_on_disk(world: World) -> None:
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="a"))
+    await fork(world, "a", session_id="b", position=5)
+    with world.config.paths.sessions.joinpath("data.mdb").open("rb") as file:
+        assert b"fork_position" in file.read(), "a gateway that is killed now loses nothing of it"
+
+
 async def test_a_choice_that_the_session_did_not_take_can_be_forked(world: World) -> None:
     await world.post("/v1/chat/completions", chat(stream=False, n=3, session_id="a"))
     streams = (await world.get("/v1/sessions/a"))["streams"]
