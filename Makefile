@@ -51,6 +51,7 @@ soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store,
 
 bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
+	@$(VENV)/bin/concordia pull --if-missing gemma3-270m
 	@exec $(PY) -m bench $(ARGS)
 
 gpu: $(STAMP)  ## on a machine with a GPU: check the device handlers, then measure them, in under eight minutes (ARGS=--quick)
