@@ -147,6 +147,7 @@ def build(
     if capture and model.device.type == "cuda":
         capture.rows, capture.without = for_engine(arena, options.capture_launch, lane.ring)
     speeds = measure(model, arena, cache)
+    speeds.always_restore = options.restore == "always"
     return Engine(
         name=engine,
         incarnation=incarnation,

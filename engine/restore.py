@@ -30,6 +30,7 @@ class Speeds:
 
     prefill_tokens_per_s: float
     restore_bytes_per_s: float
+    always_restore: bool = False
 
     def saw_prefill(self, token_count: int, seconds: float) -> None:
         """Take in one prefill step; small ones tell little about speed."""
@@ -44,6 +45,8 @@ class Speeds:
 
 def worth_restoring(token_count: int, byte_count: int, speeds: Speeds) -> bool:
     """Whether putting these bytes back is expected to beat computing that many tokens."""
+    if speeds.always_restore:
+        return token_count > 0
     return byte_count / speeds.restore_bytes_per_s < token_count / speeds.prefill_tokens_per_s
 
 

@@ -23,6 +23,7 @@ class EngineSettings:
     point_tail_tokens    models with recurrent state: least distance of a rollback point before the end of a prompt
     point_answer_tokens  and a point every so many tokens of an answer
     points_resident      most rollback points kept on the device for one sequence; older ones are thinned out
+    restore          `measured`: stored state is put back where this engine's own speeds say that computing it takes longer; `always`
     capture          copy what each step changed into the lane (off only to measure its cost)
     capture_launch   on a GPU, how the handlers that capture are started: `stream`, `graph` or `executor`; `auto` measures them and takes
                      the best; `copy` does without handlers
@@ -41,5 +42,6 @@ class EngineSettings:
     point_tail_tokens: int = 16
     point_answer_tokens: int = 32
     points_resident: int = 16
+    restore: Literal["measured", "always"] = "measured"
     capture: bool = True
     capture_launch: Literal["auto", "copy", "stream", "graph", "executor"] = "auto"
