@@ -22,7 +22,37 @@ from engine.errors import BadRequest
 log = structlog.get_logger()
 
 _COMPILED_KEPT = 64
-_TOKENIZERS_KEPT = 4
+_VOCABULARIES_KEPT = 4
+# Of this process, by (tokenizer.json, tokens, stop tokens): what the nursery has read, its engines have from their first moment.
+_vocabularies: OrderedDict[tuple[Path, int, tuple[int, ...]], Any] = OrderedDict()
+
+
+def read_vocabulary(model_dir: Path, vocab_count: int, stop_tokens: tuple[int, ...]) -> Any:
+    """The tokens of a model as grammars need them (llguidance's LLTokenizer), read once a process.
+
+    Holds the GIL all the while, 0.4 s for 49k tokens and 4 s for 262k (docs/lab.md): before anything is served.
+    Raises  BadRequest if there is no tokenizer.json, ValueError if the library can't use it
+    """
+    from llguidance import LLTokenizer
+
+    key = model_dir / "tokenizer.json", vocab_count, stop_tokens
+    if not key[0].exists():
+        raise BadRequest("bad_grammar", "this model has no tokenizer.json, so no grammar can be applied to its text")
+    if key not in _vocabularies:
+        _vocabularies[key] = LLTokenizer(str(key[0]), n_vocab=vocab_count, eos_token=list(stop_tokens))
+        while len(_vocabularies) > _VOCABULARIES_KEPT:
+            _vocabularies.popitem(last=False)
+    return _vocabularies[key]
+
+
+def warm(model_dir: Path, vocab_count: int, stop_tokens: tuple[int, ...]) -> None:
+    """Read the vocabulary now, so that no request waits for it and no step stands still meanwhile; only logs what goes wrong."""
+    if not stop_tokens or not (model_dir / "tokenizer.json").exists():
+        return
+    try:
+        read_vocabulary(model_dir, vocab_count, stop_tokens)
+    except Exception as error:  # a request with a grammar will be refused with it
+        log.warning("grammar.vocabulary_unreadable", model_dir=str(model_dir), error=str(error))
 
 
 class Matcher:
@@ -51,26 +81,19 @@ class Matcher:
 class Grammars:
     """Compiled grammars of one engine. `stop_tokens` are those that end an answer of this model.
 
-    Cost  the vocabulary's trie 0.6 s for 49k tokens, once, mostly without the GIL; a schema of a few fields 1 ms, its first
-          mask 8 ms; later masks 0.05 ms (docs/lab.md)
+    Cost  a schema of a few fields 1 ms, its first mask 8 ms; later masks 0.05 ms (docs/lab.md); the vocabulary: `read_vocabulary`
     """
 
     def __init__(self, model_dir: Path, vocab_count: int, stop_tokens: tuple[int, ...]) -> None:
-        self._path = model_dir / "tokenizer.json"
+        self._model_dir = model_dir
         self._vocab_count = vocab_count
         self._stop_tokens = stop_tokens
-        self._tokenizers: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, grammar: str, stop_tokens: list[int], answer: list[int]) -> Future[Matcher]:
         """Compile beside the step loop and feed the answer so far. The future raises BadRequest."""
         return self._start(lambda: self._matcher(grammar, tuple(stop_tokens) or self._stop_tokens, answer))
-
-    def warm(self) -> None:
-        """Read the vocabulary before anybody waits for it, so that a recovery does not."""
-        if self._path.exists() and self._stop_tokens and not self._tokenizers:
-            self._start(lambda: self._tokenizer(self._stop_tokens))
 
     def close(self) -> None:
         """End the thread."""
@@ -98,25 +121,12 @@ class Grammars:
     def _compile(self, grammar: str, stop_tokens: tuple[int, ...]) -> Any:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer(stop_tokens), grammar, log_level=0)
+        vocabulary = read_vocabulary(self._model_dir, self._vocab_count, stop_tokens)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
         matcher.compute_bitmask()  # builds what all later masks share
         if matcher.is_error():
             raise _failed(matcher)
         return matcher
-
-    def _tokenizer(self, stop_tokens: tuple[int, ...]) -> Any:
-        from llguidance import LLTokenizer
-
-        if not self._path.exists():
-            raise BadRequest(
-                "bad_grammar", "this model has no tokenizer.json, so no grammar can be applied to its text"
-            )
-        if stop_tokens not in self._tokenizers:
-            text = self._path.read_text()
-            self._tokenizers[stop_tokens] = LLTokenizer(text, n_vocab=self._vocab_count, eos_token=list(stop_tokens))
-            while len(self._tokenizers) > _TOKENIZERS_KEPT:
-                self._tokenizers.popitem(last=False)
-        return self._tokenizers[stop_tokens]
 
 
 def _failed(matcher: Any) -> BadRequest:

@@ -230,7 +230,6 @@ class Engine:
             self._tell_again(sequence)
         if self.draining_until:
             self.link.send(m.Draining())
-        self.grammars.warm()
         log.info("link.attached", gateway=attach.gateway, streams=len(known))
 
     def _tell_again(self, sequence: Sequence) -> None:

@@ -30,7 +30,7 @@ from engine.check import self_check
 from engine.errors import Fenced, UnsupportedModel
 from engine.exactness import check_exact
 from engine.follow import Follower
-from engine.grammar import Grammars
+from engine.grammar import Grammars, warm
 from engine.link import GatewayLink
 from engine.loop import Engine
 from engine.model import Model, load
@@ -146,6 +146,8 @@ def build(
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
     if capture and model.device.type == "cuda":
         capture.rows, capture.without = for_engine(arena, options.capture_launch, lane.ring)
+    warm(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens)
+    page.beat()
     speeds = measure(model, arena, cache)
     speeds.always_restore = options.restore == "always"
     return Engine(

@@ -128,7 +128,7 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
         weights_digest=digest_weights(directory),
         cache_argument=next((n for n in _CACHE_ARGUMENTS if n in parameters), "cache"),
         own_attention=own_attention,
-        stop_tokens=_stop_tokens(module),
+        stop_tokens=_stop_tokens(getattr(module, "generation_config", None), module.config),
     )
     if model.own_attention:
         module.set_attn_implementation(attention.NAME)
@@ -173,11 +173,21 @@ def _dtype(setting: str, device: torch.device, config: Any) -> torch.dtype:
     return getattr(config, "dtype", None) or torch.bfloat16
 
 
-def _stop_tokens(module: Any) -> tuple[int, ...]:
+def declared_tokens(directory: Path, config: Any) -> tuple[int, tuple[int, ...]]:
+    """Size of the vocabulary and the tokens that end an answer, as the checkpoint declares them; without loading it."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except OSError:
+        generation = None
+    return int(config.get_text_config().vocab_size), _stop_tokens(generation, config)
+
+
+def _stop_tokens(generation: Any, config: Any) -> tuple[int, ...]:
     """Tokens that end an answer, as the checkpoint names them."""
-    generation = getattr(module, "generation_config", None)
     stops = getattr(generation, "eos_token_id", None)
-    stops = module.config.get_text_config().eos_token_id if stops is None else stops
+    stops = config.get_text_config().eos_token_id if stops is None else stops
     return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
 
 

@@ -194,21 +194,27 @@ def import_engine(model_dir: str) -> Run:
     started = time.monotonic()
     from engine import main as engine_main
 
-    _import_model_code(model_dir)
+    _know_model(Path(model_dir))
     gc.collect()
     gc.freeze()  # what is imported now is shared with the children, page by page, until somebody writes
     log.info("nursery.imported", seconds=round(time.monotonic() - started, 2))
     return engine_main.run
 
 
-def _import_model_code(model_dir: str) -> None:
+def _know_model(model_dir: Path) -> None:
+    """The code of the model's architecture, and its vocabulary: an engine that read it would stand still meanwhile."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from engine.grammar import warm
+    from engine.model import declared_tokens
+
     try:
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(model_dir))]
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        warm(model_dir, *declared_tokens(model_dir, config))
     except Exception as error:  # the engine itself will say what is wrong with the model, with the whole story
-        log.warning("nursery.model_unknown", model_dir=model_dir, error=str(error))
+        log.warning("nursery.model_unknown", model_dir=str(model_dir), error=str(error))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
+from transformers import AutoConfig
 
+from engine import grammar as grammar_module
 from engine import messages as m
 from engine.errors import BadRequest
-from engine.grammar import Grammars
+from engine.grammar import Grammars, warm
+from engine.model import declared_tokens
 from tests.engine.driver import EngineDriver, random_tokens, submit
 
 Start = Callable[..., EngineDriver]
@@ -105,4 +108,22 @@ def test_a_grammar_is_compiled_once(tiny_dir: Path) -> None:
     assert bool((second.allowed() == allowed).all()), "matchers share nothing that moves"
     with pytest.raises(BadRequest):
         grammars.prepare(GRAMMAR, STOP, [5, 5, 5]).result()
+    grammars.close()
+
+
+def test_the_vocabulary_is_read_before_the_engine_serves(tiny_dir: Path, start_engine: Start) -> None:
+    grammar_module._vocabularies.clear()
+    engine = start_engine().engine
+    known = list(grammar_module._vocabularies)
+    assert known == [(tiny_dir / "tokenizer.json", engine.model.vocab_count, engine.model.stop_tokens)]
+    config = AutoConfig.from_pretrained(tiny_dir, local_files_only=True)
+    assert declared_tokens(tiny_dir, config) == known[0][1:], "what the nursery reads is what its engines look for"
+
+
+def test_a_vocabulary_that_cannot_be_used_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    warm(tmp_path, 512, (2,))
+    grammars = Grammars(tmp_path, 512, (2,))
+    with pytest.raises(ValueError):
+        grammars.prepare(GRAMMAR, STOP, []).result()
     grammars.close()
