@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.memory import allocate
 from engine.plan import Kinds
 from engine.states import Snapshot, StateRows, StateShape
 from tiers.layout import ALL_GROUPS, Layout
@@ -139,7 +138,7 @@ class Arena:
                 ranges[index] = PlaneRange(group, start, start + shape.heads)
         group_windows = [windows.index(window) for window, _ in kinds]
         groups = [
-            allocate((slot_count, planes, capacities[at], dim), dtype, device)
+            torch.zeros(slot_count, planes, capacities[at], dim, dtype=dtype, device=device)
             for planes, at, (_, dim) in zip(plane_counts, group_windows, kinds, strict=True)
         ]
         rows = StateRows.allocate(states or [], slot_count, device)
