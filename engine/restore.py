@@ -175,7 +175,8 @@ class Restore:
         wanted = [firsts[at] for at in set(arena.group_windows)]
         if not wanted or min(wanted) >= extent.token_end:
             return  # nothing but window rows, and none of these
-        frame, frame_tokens, take_start, take_end, groups = read(extent)
+        in_window = any(first < extent.token_end for first in plan.firsts)
+        frame, frame_tokens, take_start, take_end, groups = read(extent, windows=in_window)
         arena.copy_in(
             slot, extent.token_start, frame, frame_tokens, (take_start, take_end), firsts=firsts, groups=groups
         )

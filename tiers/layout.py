@@ -57,6 +57,12 @@ class Layout:
         return sum(1 << index for index, window in enumerate(self.windows) if window)
 
     @property
+    def leading_groups(self) -> int:
+        """Mask of the groups that are kept for ever, if a frame begins with them and has others; else 0."""
+        kept = [index for index, window in enumerate(self.windows) if not window]
+        return (1 << len(kept)) - 1 if kept == list(range(len(kept))) else 0
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of state that one token adds."""
         return sum(planes * row for planes, row in self.groups)

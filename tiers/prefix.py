@@ -227,11 +227,17 @@ class Reading:
         if parts:
             yield tokens, parts
 
-    def __call__(self, extent: Extent) -> FrameSlice:
+    def __call__(self, extent: Extent, *, windows: bool = True) -> FrameSlice:
         """The verified frame of an extent: memory of the lane or of the store's map, valid until the with-block ends.
 
+        windows  whether rows of window layers are wanted; without them, a stored block's are neither read nor given
         Raises BadBlock: restore what came before it, and compute again from extent.token_start
         """
+        if not windows and extent.groups == ALL_GROUPS and isinstance(extent.ref, bytes) and len(extent.ref) == 16:
+            rows = self._view.leading(BlockId(extent.ref))
+            if rows is not None and rows.token_count == extent.frame_token_count:
+                self._ahead = read_ahead(rows.frame, READ_AHEAD_BYTES, self._ahead)
+                return FrameSlice(rows.frame, rows.token_count, extent.take_start, extent.take_end, rows.groups)
         try:
             frame = self._lane_frame(extent.ref) if isinstance(extent.ref, LaneRef) else self._stored_frame(extent)
         except (BadRecord, BadBlock) as error:

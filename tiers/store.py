@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 from tiers import failpoints, whole_file
 from tiers.base import Base, SessionKey, pack_base, unpack_base
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
-from tiers.keys import Keyring, Locked
+from tiers.keys import Keyring, Locked, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import populate_read
 from tiers.settings import Durability
@@ -49,6 +49,8 @@ CHILD_TOKENS_BYTES = 400  # LMDB keys are 511 bytes at most
 # What small things are known of a block, so that its pages are touched only by who wants its frame:
 # parent, tenant (its chain's root), token_end, mask of absent groups, bytes of its value.
 NODE = struct.Struct("<16s16sIIQ")
+# May follow: the bytes at the frame's beginning that hold the rows without a window, their checksum, mask of their groups.
+LEADING = struct.Struct("<QQI4x")
 V1_DATABASES = (b"meta", b"roots", b"blocks", b"children", b"tails", b"sequences", b"streams")
 DATABASES = (*V1_DATABASES, b"nodes", b"tenants", b"points", b"states", b"bases", b"pins")
 PAGE = 4096
@@ -100,6 +102,14 @@ class Tenant(msgspec.Struct, frozen=True):
     sealed: bool = False
 
 
+class Leading(NamedTuple):
+    """The beginning of a frame that can be verified alone: all that a restore wants of a block before the windows."""
+
+    byte_count: int
+    checksum: int
+    groups: int
+
+
 class Node(NamedTuple):
     """What is known of a block without touching it. `groups`: mask of those that its frame has."""
 
@@ -108,6 +118,7 @@ class Node(NamedTuple):
     token_end: int
     groups: int
     value_bytes: int
+    leading: Leading | None = None
 
 
 class PointEntry(msgspec.Struct, frozen=True):
@@ -217,8 +228,9 @@ def value_tokens(raw: Any) -> bytes:
 
 def unpack_node(raw: Any) -> Node:
     """A value of the `nodes` database."""
-    parent, tenant, end, absent, size = NODE.unpack(raw)
-    return Node(BlockId(parent), BlockId(tenant), end, ALL_GROUPS & ~absent, size)
+    parent, tenant, end, absent, size = NODE.unpack_from(raw)
+    leading = Leading(*LEADING.unpack_from(raw, NODE.size)) if len(raw) >= NODE.size + LEADING.size else None
+    return Node(BlockId(parent), BlockId(tenant), end, ALL_GROUPS & ~absent, size, leading)
 
 
 def point_key(place: PointPlace) -> bytes:
@@ -283,6 +295,21 @@ class View:
         if block_id(value.parent, value.tokens) != block:
             raise BadBlock("a block's tokens are not those of its id", where=where)
         return value
+
+    def leading(self, block: BlockId) -> Value | None:
+        """A block's rows without a window, verified; `last` are the groups that are left out. The others aren't looked at.
+
+        None if they can't be had alone: then `block` gives all, or says what is wrong
+        """
+        node, raw = self.node(block), self._txn.get(block, db=self._db[b"blocks"])
+        if node is None or node.leading is None or raw is None or len(raw) != node.value_bytes or is_sealed(raw):
+            return None
+        _, _, _, _, count, start, parent, root, _, _ = VALUE.unpack_from(raw)
+        offset, tokens = frame_offset(count), bytes(raw[VALUE.size : VALUE.size + 4 * count])
+        rows = np.frombuffer(raw, np.uint8)[offset : offset + node.leading.byte_count]
+        if block_id(BlockId(parent), tokens) != block or xxh3_64_intdigest(rows.data) != node.leading.checksum:
+            return None
+        return Value(count, start, BlockId(parent), RootId(root), tokens, rows, ALL_GROUPS & ~node.leading.groups)
 
     def tail(self, key: bytes) -> Value:
         """A piece of an unfinished block, verified. Raises BadBlock."""
@@ -540,6 +567,9 @@ class EmptyView(View):
     def block(self, block: BlockId) -> Value:
         raise BadBlock("a block is gone", where=f"block {block.hex()}", cause="there is no store")
 
+    def leading(self, block: BlockId) -> Value | None:
+        return None
+
     def tail(self, key: bytes) -> Value:
         raise BadBlock("a tail piece is gone", cause="there is no store")
 
@@ -612,7 +642,16 @@ class Group(View):
         tenant = chain_root(track.root, track.namespace)
         self._count_block(block.id, tenant, size)
         node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
-        self._txn.put(block.id, node, db=self._db[b"nodes"])
+        self._txn.put(block.id, node + self._leading(track, len(block.tokens) // 4), db=self._db[b"nodes"])
+
+    def _leading(self, track: Track, count: int) -> bytes:
+        """What a node says of the rows without a window, in the value that was just built; nothing where values are sealed."""
+        groups = track.layout.leading_groups
+        if not groups or self.keys.has(track.namespace):
+            return b""
+        size = track.layout.frame_bytes(count, groups)
+        rows = self._scratch.value(count, track.layout)[frame_offset(count) :][:size]
+        return LEADING.pack(size, xxh3_64_intdigest(rows.data), groups)
 
     def _count_block(self, block: BlockId, tenant: bytes, size: int) -> None:
         old = self.node(block)
