@@ -26,7 +26,7 @@ STREAMS = (1, 4, 8)
 def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
-    rounds, tokens = (6, 24) if options.quick else (16, 48)
+    rounds, tokens = (10, 24) if options.quick else (24, 48)
     rows = report.Report("capture_overhead", options.quick)
     with system(
         options.model, name="overhead", engines=1, settings={"engine": {"threads": options.threads}}
