@@ -99,6 +99,9 @@ class Arena:
     block_tokens: int
     step_tokens: int
     states: StateRows
+    words: list[np.ndarray] = field(
+        default_factory=list
+    )  # on a host, the groups as (slots, planes, capacity, words of a row)
     key_views: list[dict[int, torch.Tensor]] = field(default_factory=list)  # [slot][layer] (heads, capacity, dim)
     value_views: list[dict[int, torch.Tensor]] = field(default_factory=list)
 
@@ -153,6 +156,8 @@ class Arena:
             layout, groups, group_windows, windows, kept, capacities, keys, values, layer_windows, slots,
             context_tokens, block_tokens, step_tokens, rows,
         )  # fmt: skip
+        if device.type == "cpu":
+            arena.words = [_words(group) for group in groups]
         arena.key_views = [{at: arena._plane(i, r) for at, r in keys.items()} for i in range(slot_count)]
         arena.value_views = [{at: arena._plane(i, r) for at, r in values.items()} for i in range(slot_count)]
         return arena
@@ -235,10 +240,25 @@ class Arena:
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame` (uint8, layout order, writable)."""
+        if self.words:
+            self._copy_words(slot, start, end, frame)
+            return
         for group, at, target in zip(self.groups, self.group_windows, self._typed(frame, end - start), strict=True):
             base = slot.bases[at]
             assert start >= base, "captured rows that the window's buffer no longer holds"
             target.copy_(group[slot.index, :, start - base : end - base])
+
+    def _copy_words(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
+        """`copy_out` on a host, where numpy needs half as long as torch to find the rows of one token."""
+        count, at = end - start, 0
+        for words, window in zip(self.words, self.group_windows, strict=True):
+            base = slot.bases[window]
+            assert start >= base, "captured rows that the window's buffer no longer holds"
+            rows = words[slot.index, :, start - base : end - base]
+            target = frame[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
+            np.copyto(target, rows)
+            at += rows.nbytes
+        assert at == frame.size == self.layout.token_bytes * count, "frame size does not match its token count"
 
     def copy_in(
         self,
@@ -285,6 +305,14 @@ class Arena:
         """A frame's groups as host tensors (planes, tokens, dim) that share its memory; (planes, 0, dim) where it has none."""
         views = self.layout.views(frame, token_count, groups)
         return [torch.from_numpy(view).view(group.dtype) for view, group in zip(views, self.groups, strict=True)]
+
+
+def _words(group: torch.Tensor) -> np.ndarray:
+    """A host tensor of any dtype as an array of the largest words that divide its rows."""
+    rows = group.view(torch.uint8).numpy()
+    return rows.view(
+        next(word for word in (np.uint64, np.uint32, np.uint16, np.uint8) if rows.shape[-1] % word().nbytes == 0)
+    )
 
 
 def _bounded(shape: LayerShape, context_tokens: int) -> LayerShape:

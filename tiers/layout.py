@@ -8,7 +8,7 @@ Compaction may leave out the groups of window layers; a bit mask says which grou
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
@@ -32,8 +32,10 @@ class Layout:
     groups: tuple[tuple[int, int], ...]
     windows: tuple[int, ...] = ()
     state_bytes: int = 0
+    token_bytes: int = field(init=False, compare=False, repr=False)  # of state that one token adds
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_bytes", sum(planes * row for planes, row in self.groups))
         assert len(self.groups) <= MAX_GROUPS, f"a layout has at most {MAX_GROUPS} groups"
         assert len(self.windows) in (0, len(self.groups)), "one window a group"
         if self.windows and not any(self.windows):
@@ -62,13 +64,10 @@ class Layout:
         kept = [index for index, window in enumerate(self.windows) if not window]
         return (1 << len(kept)) - 1 if kept == list(range(len(kept))) else 0
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of state that one token adds."""
-        return sum(planes * row for planes, row in self.groups)
-
     def frame_bytes(self, token_count: int, groups: int = ALL_GROUPS) -> int:
         """Bytes of a frame of `token_count` tokens that has the groups of the mask."""
+        if groups == ALL_GROUPS:
+            return self.token_bytes * token_count
         rows = (planes * row for index, (planes, row) in enumerate(self.groups) if groups >> index & 1)
         return sum(rows) * token_count
 

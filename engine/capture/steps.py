@@ -8,7 +8,7 @@ sequence's rows to finish a block.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +64,12 @@ class Capture:
     rows: DeviceRows | None = None
     without: str = ""
     windows_lost: int = 0
+    record_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A small lane must take several records, or a full one would never have room again.
+        quarter = self.lane.lane_bytes // 4
+        self.record_tokens = max(1, min(_RECORD_TOKENS, quarter // max(1, self.arena.layout.token_bytes)))
 
     @property
     def by_handlers(self) -> bool:
@@ -80,7 +86,7 @@ class Capture:
         """Announce a step's captures, each with the position that it will go to: on a GPU one launch gathers them all."""
         if self.rows is None:
             return
-        most, began = self._record_tokens(), time.perf_counter()
+        most, began = self.record_tokens, time.perf_counter()
         self.rows.ahead((slot, cursor.position, min(end, cursor.position + most)) for cursor, slot, end in captures)
         self.seconds += time.perf_counter() - began
 
@@ -95,7 +101,7 @@ class Capture:
         try:
             self._open(cursor, slot)
             while cursor.position < slot.length:
-                self._append(cursor, slot, min(slot.length, cursor.position + self._record_tokens()))
+                self._append(cursor, slot, min(slot.length, cursor.position + self.record_tokens))
         except LaneFull:
             self.lane_full += 1
             if self.lane_full == 1 or self.lane_full % 1000 == 0:
@@ -120,11 +126,6 @@ class Capture:
             self.rows.close()
             self.rows = None
         self.lane.close()
-
-    def _record_tokens(self) -> int:
-        """Tokens of one record at most: a small lane must take several, or a full one would never have room again."""
-        quarter = self.lane.lane_bytes // 4
-        return max(1, min(_RECORD_TOKENS, quarter // max(1, self.arena.layout.token_bytes)))
 
     def _lose(self, cursor: Cursor, slot: Slot) -> None:
         cursor.lost = True
