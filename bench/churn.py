@@ -23,7 +23,9 @@ import numpy as np
 
 from bench import report, rows
 from tiers.compaction import Compaction
-from tiers.keeper import Drain, _keep_large_buffers
+from tiers.drain import Drain
+from tiers.keeper import _keep_large_buffers
+from tiers.keeper_operations import Operations
 
 SESSIONS = 12
 LONG_TOKENS = 1600
@@ -59,7 +61,7 @@ class Churn:
         index = self._random.randrange(SESSIONS)
         session = self.sessions[index]
         if len(session.tokens) > LONG_TOKENS:
-            self._drain.remove("bench", session.name, force=True, dry_run=False)
+            Operations(self._drain).remove("bench", session.name, force=True, dry_run=False)
             session = self.sessions[index] = self._new()
         keep = len(session.tokens)
         if keep and self._random.random() < 0.1:

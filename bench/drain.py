@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import report, rows
-from tiers.keeper import GROUP_BYTES, Drain, _keep_large_buffers
+from tiers.drain import GROUP_BYTES, Drain
+from tiers.keeper import _keep_large_buffers
 from tiers.paths import Paths
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from bench import report, rows
-from tiers.keeper import Drain, _keep_large_buffers
+from tiers.drain import Drain
+from tiers.keeper import _keep_large_buffers
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 SLICE_TOKENS = (64 << 20) // rows.LAYOUT.token_bytes // rows.BLOCK * rows.BLOCK
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import ROOT
+from tiers.drain import Drain
 from tiers.errors import LaneFull
-from tiers.keeper import Drain
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.paths import SHARED_MEMORY, Paths

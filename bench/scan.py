@@ -21,7 +21,7 @@ from bench import report, rows
 from tiers.lane import LaneReader
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 SEQUENCES = 16
 

@@ -22,7 +22,7 @@ from engine.arena import Arena
 from tests.engine.driver import EngineDriver, submit
 from tests.engine.kinds import SAMPLE, write_model
 from tiers.compaction import Compaction
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings

@@ -42,7 +42,7 @@ from tiers.lane import LaneWriter
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 log = structlog.get_logger()
 

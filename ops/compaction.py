@@ -20,6 +20,7 @@ from tiers import keeper_client
 from tiers.compaction import Compaction
 from tiers.errors import TierError
 from tiers.keeper_client import JobState
+from tiers.keeper_operations import Operations
 from tiers.offline import offline_drain
 from tiers.shrink import Shrink
 
@@ -58,7 +59,7 @@ def run_gc(
             keeper_client.drop_locked(here.paths.keeper_socket)
         else:
             with offline_drain(here.paths, here.config.tiers, without_keys=True) as drain:
-                drain.drop_locked()
+                Operations(drain).drop_locked()
     counts, took_s = _compact(here, as_json, GC_SETTLE_S, grace_s, dry_run, shrink=False)
     _report(counts, as_json, dry_run, took_s)
 
@@ -149,7 +150,7 @@ def run_stats(here: Installation, as_json: bool) -> None:
         sessions = [msgspec.to_builtins(info) for info in keeper_client.sessions(socket)]
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
-            stats, tenants, sessions = drain.stats(), drain.tenants(), drain.sessions()
+            stats, tenants, sessions = drain.stats(), Operations(drain).tenants(), Operations(drain).sessions()
     if as_json:
         print_json({"by": here.owner or "command", "stats": stats, "tenants": tenants, "sessions": sessions})
     else:
@@ -213,7 +214,7 @@ def run_pin(here: Installation, session: str, as_json: bool, *, namespace: str, 
         keeper_client.pin(here.paths.keeper_socket, namespace, session, pinned=pinned)
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
-            drain.pin(namespace, session, pinned)
+            Operations(drain).pin(namespace, session, pinned)
     if as_json:
         print_json({"session": session, "namespace": namespace, "pinned": pinned})
     else:

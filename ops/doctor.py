@@ -25,7 +25,7 @@ from ops.flags import print_json
 from ops.show import Bar, console, size, table
 from tiers.lane import data_offset
 from tiers.paths import SHARED_MEMORY
-from tiers.store import FREE_DISK_RESERVE_BYTES
+from tiers.store_file import FREE_DISK_RESERVE_BYTES
 
 SOCKET_PATH_BYTES = 107
 WRITE_BYTES = (4 << 10, 1 << 20)

@@ -16,7 +16,7 @@ from ops.show import console, size, table
 from tiers.errors import BadFile, OtherFormat
 from tiers.export import MAGIC, NAMES, open_exported, read_items
 from tiers.inspect import RecordRow, SequenceRow, StoredRow, lane_facts, lane_records, sequences, stored_rows
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 
 def run(

@@ -18,6 +18,7 @@ from ops.installation import Installation, need_data
 from ops.show import Bar, size
 from ops.verify import Pace, check_journals, find_damage, finding_row, print_finding
 from tiers import keeper_client
+from tiers.keeper_operations import Operations
 from tiers.lane import LaneReader
 from tiers.offline import Recovered, offline_drain, open_names, recover, waiting, writer_lock
 from tiers.repair import ASIDE, Recompute, Repaired, damaged_records, keep_aside
@@ -150,7 +151,7 @@ def _repair(here: Installation, findings: list[Finding], records: list[tuple[str
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
             drain.flush(sync=True)  # the drain passes over damaged records, and what it stores is verified
-            answer = drain.repair(_damaged(findings))["repaired"]
+            answer = Operations(drain).repair(_damaged(findings))["repaired"]
         done = Repaired(**{**answer, "recompute": [Recompute(**part) for part in answer["recompute"]]})
     done.kept_aside += kept
     done.dropped += len(records)
@@ -177,7 +178,7 @@ def _lane_damage(here: Installation) -> list[tuple[str, bytes, Recompute]]:
 def _would_recompute(here: Installation, findings: list[Finding]) -> list[Recompute]:
     """From the first bad token of each stream to the end of what is stored of it."""
     from tiers.inspect import sequences
-    from tiers.store import StoreReader
+    from tiers.view import StoreReader
 
     starts: dict[tuple[str, str], int] = {}
     for finding in findings:

@@ -11,9 +11,10 @@ from ops.errors import OpsError
 from ops.installation import Installation, session_file
 from tiers.base import session_key
 from tiers.export import find_stored
+from tiers.keeper_operations import Operations
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 
 def listed(here: Installation) -> dict[str, Any]:
@@ -132,7 +133,9 @@ def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
         reader.close()
         if found is not None:
             with offline_drain(here.paths, here.config.tiers) as drain:
-                drain.forget(found.root, record.namespace, tokens, session, file.shared_with_relatives(session))
+                Operations(drain).forget(
+                    found.root, record.namespace, tokens, session, file.shared_with_relatives(session)
+                )
         for stream in record.streams:
             here.paths.journal(stream).unlink(missing_ok=True)
         file.remove(session)

@@ -22,9 +22,10 @@ from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, OtherFormat
 from tiers.export import Manifest, Opened, Slice, check_exported, export_session, find_stored
+from tiers.keeper_operations import Operations
 from tiers.keys import Locked
 from tiers.offline import offline_drain, recover, waiting
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 # ---------------------------------------------------------------- export
 
@@ -195,7 +196,7 @@ def _put_state(
                 step = Slice(0, 0, False, 0, 0)
                 while not step.done:
                     request = {"path": path, "session": session, "namespace": namespace}
-                    answer = drain.import_slice({**request, "offset": step.offset, "index": step.index})
+                    answer = Operations(drain).import_slice({**request, "offset": step.offset, "index": step.index})
                     step = msgspec.convert(answer["imported"], Slice)
                     put, there = put + step.blocks_put, there + step.blocks_there
                     bar(step.offset, size_bytes)

@@ -25,8 +25,8 @@ from tiers.export import check_exported
 from tiers.offline import owned
 from tiers.paths import Paths
 from tiers.salvage import is_walkable
-from tiers.store import StoreReader
 from tiers.verify import Affected, Checked, Finding, verify
+from tiers.view import StoreReader
 
 
 class Pace:

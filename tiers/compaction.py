@@ -20,10 +20,14 @@ import structlog
 from tiers import failpoints
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock
+from tiers.group import Group
 from tiers.keys import Locked
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, chain_root, point_id
-from tiers.store import Group, Progress, Store, Usage, View, disk_bytes, stream_key, unpack_node
+from tiers.store import Store
 from tiers.thinning import kept_points, kept_windows, window_positions
+from tiers.usage import Usage
+from tiers.values import Progress, disk_bytes, stream_key, unpack_node
+from tiers.view import View
 
 log = structlog.get_logger()
 

@@ -21,9 +21,11 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_128
 
 from tiers.errors import BadBlock, BadFile, OtherFormat
+from tiers.group import Group
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
-from tiers.store import Group, RootInfo, StoreReader, View
 from tiers.track import PointPlace, Sealed, Track
+from tiers.values import RootInfo
+from tiers.view import StoreReader, View
 
 MAGIC = b"CONCEXP1"
 RECORD_MAGIC = b"CXRC"

@@ -16,8 +16,9 @@ from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane import LaneReader, RecordHeader, RecordType
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
-from tiers.store import Progress, StoreReader, View
+from tiers.values import Progress
 from tiers.verify import base_chain, whole_bases
+from tiers.view import StoreReader, View
 
 BATCH = 64
 

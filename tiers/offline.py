@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiers.drain import Drain
 from tiers.errors import BadRecord, StoreBusy
-from tiers.keeper import Drain
 from tiers.keys import BadKeys
 from tiers.lane import LaneSet, RecordType
 from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.settings import TierSettings
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 
 def keeper_lock(paths: Paths) -> Path:

@@ -20,8 +20,8 @@ from tiers.errors import BadBlock, BadRecord, StoreFailed
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import read_ahead
-from tiers.store import EmptyView, View
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+from tiers.view import EmptyView, View
 
 log = structlog.get_logger()
 

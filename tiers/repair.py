@@ -17,11 +17,13 @@ import msgspec
 
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
+from tiers.group import Group
 from tiers.keys import Locked
 from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
-from tiers.store import Group, Progress, View
+from tiers.values import Progress
 from tiers.verify import stored_parents, whole_bases
+from tiers.view import View
 
 ASIDE = "broken"  # directory in DATA/store
 DATABASE = {"block": "blocks", "tail": "tails", "base": "bases"}

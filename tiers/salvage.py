@@ -21,8 +21,10 @@ import lmdb
 import structlog
 
 from tiers.errors import BadBlock, StoreFailed
+from tiers.group import Group
 from tiers.layout import BlockId
-from tiers.store import DATABASES, Group, Store, unpack_node
+from tiers.store import Store
+from tiers.values import DATABASES, unpack_node
 
 log = structlog.get_logger()
 

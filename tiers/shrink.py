@@ -20,7 +20,9 @@ from tiers.base import unpack_base
 from tiers.compaction import Drained, Progressing
 from tiers.errors import BadBlock, StoreFailed
 from tiers.keys import Locked
-from tiers.store import DATABASES, FREE_DISK_RESERVE_BYTES, KIND_BLOCK, KIND_POINT, KIND_TAIL, Store, unpack_value
+from tiers.store import Store
+from tiers.store_file import FREE_DISK_RESERVE_BYTES
+from tiers.values import DATABASES, KIND_BLOCK, KIND_POINT, KIND_TAIL, unpack_value
 
 log = structlog.get_logger()
 

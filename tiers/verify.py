@@ -16,7 +16,8 @@ from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane import LaneSet, RecordType
 from tiers.layout import BlockId, PointId, SequenceId
-from tiers.store import PointEntry, Progress, StoreReader, View, unpack_node
+from tiers.values import PointEntry, Progress, unpack_node
+from tiers.view import StoreReader, View
 
 BATCH = 32
 

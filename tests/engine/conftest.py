@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.driver import EngineDriver
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
@@ -53,7 +53,7 @@ def start_engine(tiny_dir: Path, paths: Paths, drain: Drain) -> Iterator[Callabl
 
     def start(name: str = "e0", **options: Any) -> EngineDriver:
         engines.append(EngineDriver.start(tiny_dir, paths, name, **options))
-        engines[-1].engine.finder = PrefixFinder(drain._open_store(), paths.lane_dir)
+        engines[-1].engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
         return engines[-1]
 
     yield start

@@ -21,11 +21,11 @@ from engine.model import Model, load
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, WINDOWED, write_model
 from tiers.compaction import Compaction
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.lane import PointKind
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import _decode_point
+from tiers.values import decode_point
 
 pytestmark = pytest.mark.kinds
 CHUNK = 64
@@ -54,7 +54,7 @@ def start(models: Callable[[str], Path], kind: str, paths: Paths, drain: Drain) 
     def started(name: str = "e0", **options: Any) -> EngineDriver:
         options = {"prefill_chunk": CHUNK, "context_tokens": 1024, "lane_bytes": 8 << 20, **options}
         engines.append(EngineDriver.start(models(kind), paths, name, **options))
-        engines[-1].engine.finder = PrefixFinder(drain._open_store(), paths.lane_dir)
+        engines[-1].engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
         return engines[-1]
 
     yield started
@@ -289,9 +289,9 @@ def test_what_compaction_leaves_serves_an_append_and_branches(start: Start, drai
 
 def drop_points(drain: Drain, *, keep_tip: bool, damage: bool = False) -> int:
     """Delete or damage the stored points and return how many; those at tips stay if `keep_tip`."""
-    store = drain._open_store()
+    store = drain.store()
     with store.snapshot() as view:
-        tips = {key for key, raw in view.scan("points") if _decode_point(bytes(raw)).kind == PointKind.TIP}
+        tips = {key for key, raw in view.scan("points") if decode_point(bytes(raw)).kind == PointKind.TIP}
         keys = [key for key, _ in view.scan("points") if not (keep_tip and key in tips)]
         states = dict((key, bytes(raw)) for key, raw in view.scan("states"))
     with store.group() as group:

@@ -28,8 +28,8 @@ from tiers.errors import KeeperAway, LaneFull, TierError
 from tiers.lane import LaneWriter
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import StoreReader
 from tiers.verify import verify
+from tiers.view import StoreReader
 
 SESSIONS = 24
 TURN_TOKENS = 60

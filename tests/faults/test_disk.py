@@ -12,10 +12,10 @@ import structlog
 from tests.faults.layer import Layer
 from tests.faults.processes import PATIENCE_S, Processes, stats, wait_for
 from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
+from tiers import drain as drain_file
 from tiers import failpoints, keeper_client
-from tiers import keeper as keeper_file
+from tiers.drain import Drain
 from tiers.errors import StoreFailed
-from tiers.keeper import Drain
 from tiers.verify import verify
 
 TOKENS = some_tokens(11 * BLOCK + 3)
@@ -54,7 +54,7 @@ def test_failed_sync_poisons_the_store_and_its_records_are_taken_again(world: Wo
         drain.sync()
     assert drain._store is None and lane.tail == 0
     with pytest.raises(StoreFailed):
-        drain.sync_if_due() if drain._store else drain._open_store()  # not tried again at once
+        drain.sync_if_due() if drain._store else drain.store()  # not tried again at once
     append_rows(lane, "a", 60, TOKENS[60:])
     reopened(world, drain)
     assert drain._store is not poisoned
@@ -127,7 +127,7 @@ def test_process_mode_never_syncs_by_itself(world: World, processes: Processes) 
 def test_store_deleted_under_the_keeper_is_noticed_and_begun_anew(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_file, "READER_CHECK_S", 0.0)
+    monkeypatch.setattr(drain_file, "READER_CHECK_S", 0.0)
     lane = world.lane()
     world.capture(lane, "a", TOKENS, [40])
     drain = Drain(world.paths, world.settings)

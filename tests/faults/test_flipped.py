@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, rows, sequence, some_tokens
 from tiers import lane as lane_file
+from tiers.drain import Drain
 from tiers.errors import BadBlock, BadRecord, Lost, OtherFormat, StoreFailed, TierError
-from tiers.keeper import Drain
 from tiers.lane import LaneReader, RecordType, data_offset
 from tiers.layout import block_chain
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import KIND_BLOCK, Store, StoreReader, unpack_value
+from tiers.store import Store
+from tiers.values import KIND_BLOCK, unpack_value
 from tiers.verify import verify
+from tiers.view import StoreReader
 
 SEED = int(os.environ.get("CONCORDIA_TEST_SEED", "20261129"))
 TOKENS = some_tokens(6 * BLOCK + 3)

@@ -14,8 +14,8 @@ from tests.faults.processes import Processes, died_of_kill, wait_for
 from tests.tiers.sample import BLOCK, World, append_rows, sequence, some_tokens
 from tests.tiers.test_compaction import compact
 from tiers import failpoints
+from tiers.drain import Drain
 from tiers.errors import KeeperAway
-from tiers.keeper import Drain
 from tiers.keeper_client import drain as ask_drain
 from tiers.lane import LaneSet
 from tiers.paths import Paths
@@ -161,7 +161,7 @@ def test_killed_engine(name: str, tiny_dir: Path, world: World) -> None:
     drain = Drain(paths, TierSettings(store_map_bytes=1 << 30))
     drain.open()
     other = EngineDriver.start(tiny_dir, paths, "e1")
-    other.engine.finder = PrefixFinder(drain._open_store(), paths.lane_dir)
+    other.engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
     other.handle(submit("s", prompt, answer=12, epoch=2))
     other.run()
     assert other.tokens("s") == expected

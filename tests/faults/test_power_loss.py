@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.layer import Disk, Layer, Op
 from tests.tiers.sample import World, some_tokens
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 from tiers.verify import verify
 
@@ -21,7 +21,7 @@ TOKENS = 700
 WORKLOAD = """
 import dataclasses, os, sys
 from tests.tiers.sample import World, append_rows, sequence, some_tokens
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 mode, data, lanes, seed = sys.argv[1:5]
 import numpy as np

@@ -15,12 +15,12 @@ import pytest
 
 from tests.ops.conftest import Place
 from tests.tiers.sample import BLOCK, ROOT, World, sequence, some_tokens
+from tiers.drain import Drain
 from tiers.export import check_exported
-from tiers.keeper import Drain
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, block_chain
 from tiers.settings import TierSettings
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 BIG = Layout(((4, 16384),))  # half a megabyte a block
 BLOCKS = 32

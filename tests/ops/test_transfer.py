@@ -181,7 +181,7 @@ def test_an_interrupted_import_goes_on(place: Place, target: Place, tmp_path: Pa
     from tiers.offline import offline_drain
 
     request = {"path": str(tmp_path / "f"), "session": "chat", "namespace": "default"}
-    with offline_drain(target.paths, target.world.settings) as drain, drain._open_store().group() as group:
+    with offline_drain(target.paths, target.world.settings) as drain, drain.store().group() as group:
         step = exported.import_slice(group, tmp_path / "f", session="chat", namespace="default", limit_bytes=1000)
     assert not step.done and step.blocks_put, request
     assert target.json("verify")["ok"], "what is there after the interruption is whole and has a name"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 LAYOUT = Layout(((3, 16), (1, 8)))
 ROOT = RootId(b"root-of-the-test")

@@ -31,13 +31,15 @@ from tests.tiers.sample import rows as made_rows
 from tiers import failpoints
 from tiers.base import Base, pack_base, session_key, unpack_base
 from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, sequences_of
+from tiers.drain import Drain
 from tiers.errors import BadBlock, OverBudget, TierError
-from tiers.keeper import Drain
+from tiers.keeper_jobs import Jobs
+from tiers.keeper_operations import Operations
 from tiers.lane import LaneWriter, PointKind
 from tiers.layout import Layout
 from tiers.pages import cached_bytes, drop_cached
 from tiers.prefix import PrefixFinder
-from tiers.store import measure_usage
+from tiers.usage import measure_usage
 from tiers.verify import verify
 
 EXAMPLES = itertools.count()
@@ -170,7 +172,7 @@ def test_blocks_that_another_session_shares_stay(world: World, drain: Drain) -> 
     answer(world, lane, "b", branch, session="b", start=16)
     drain.flush(sync=True)
     compact(drain)
-    assert drain.remove("default", "a", force=False, dry_run=False)["blocks"] == 3
+    assert Operations(drain).remove("default", "a", force=False, dry_run=False)["blocks"] == 3
     assert restorable(world, drain, branch) == 43 and restorable(world, drain, TOKENS) == 20
     check_usage(drain)
 
@@ -376,7 +378,7 @@ def test_eviction_frees_the_oldest_session(world: World, drain: Drain) -> None:
     for index, tokens in enumerate(lists):
         answer(world, lane, f"s{index}", tokens, session=f"s{index}")
         drain.flush(sync=True)
-    drain.pin("default", "s0", True)
+    Operations(drain).pin("default", "s0", True)
     total = drain.store().usage().total_bytes
     done = compact(drain, budget=Budget(disk_bytes=int(total * 1.2)))
     assert done.counts["evicted"] == 1
@@ -387,14 +389,14 @@ def test_eviction_frees_the_oldest_session(world: World, drain: Drain) -> None:
 def test_pins_and_sessions_survive_a_restart(world: World) -> None:
     answer(world, world.lane(), "a", TOKENS)
     drain = world.drained()
-    drain.pin("default", "chat", True)
+    Operations(drain).pin("default", "chat", True)
     compact(drain)
     drain.close()
     drain = Drain(world.paths, world.settings)
-    (found,) = drain.sessions()
+    (found,) = Operations(drain).sessions()
     assert found["pinned"] and found["compacted"] and found["stored"] == 43 and not found["live"]
     assert compact(drain, budget=Budget(disk_bytes=1, ttl_s=1e-9)).counts["evicted"] == 0
-    drain.pin("default", "chat", False)
+    Operations(drain).pin("default", "chat", False)
     assert compact(drain, budget=Budget(disk_bytes=1)).counts["evicted"] == 1
     assert counts(drain)["blocks"] == 0
     drain.close()
@@ -403,10 +405,10 @@ def test_pins_and_sessions_survive_a_restart(world: World) -> None:
 def test_remove_refuses_a_live_session(world: World, drain: Drain) -> None:
     world.capture(world.lane(), "a", TOKENS, [43])
     with pytest.raises(ValueError, match="live"):
-        drain.remove("default", "chat", force=False, dry_run=False)
-    assert drain.remove("default", "chat", force=True, dry_run=True) == {"token_lists": 1}
-    assert drain.remove("default", "chat", force=True, dry_run=False)["blocks"] == 5
-    assert drain.sessions() == []
+        Operations(drain).remove("default", "chat", force=False, dry_run=False)
+    assert Operations(drain).remove("default", "chat", force=True, dry_run=True) == {"token_lists": 1}
+    assert Operations(drain).remove("default", "chat", force=True, dry_run=False)["blocks"] == 5
+    assert Operations(drain).sessions() == []
 
 
 # ---------------------------------------------------------------- crashes
@@ -500,11 +502,11 @@ def test_over_the_budget_nothing_is_put_until_there_is_room(world: World) -> Non
     old = some_tokens(43, seed=9)
     answer(world, lane, "old", old, session="old")
     drain.flush(sync=True)
-    drain._settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
+    drain.settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
     answer(world, lane, "new", TOKENS, session="new")
     with pytest.raises(OverBudget):
         drain.flush(sync=False)
-    assert lane.tail < lane.head and "budget" in drain.stats()["failing"] and drain.wants_compaction()
+    assert lane.tail < lane.head and "budget" in drain.stats()["failing"] and Jobs(drain).wants_compaction()
     assert drain.stats()["budgets"]["disk"][1] > 0
     compact(drain, budget=drain.budget())
     assert restorable(world, drain, old) == 0
@@ -518,11 +520,11 @@ def test_over_the_budget_what_an_unread_sequence_leans_on_stays(world: World) ->
     drain = world.drained()
     answer(world, lane, "old", TOKENS[:24], session="old")
     drain.flush(sync=True)
-    drain._settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
+    drain.settings = dataclasses.replace(world.settings, disk_budget_bytes=drain.store().usage().total_bytes + 100)
     answer(world, lane, "new", TOKENS, session="new", start=24)
     compact(drain, budget=drain.budget())
     assert counts(drain)["blocks"] == 3
-    drain._settings = world.settings
+    drain.settings = world.settings
     drain.flush(sync=True)
     assert restorable(world, drain, TOKENS) == 43
     drain.close()
@@ -545,7 +547,7 @@ import sys
 from tests.tiers.sample import World
 from tests.tiers.test_compaction import compact
 from tiers import failpoints
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 world = World(Paths.at(sys.argv[1], sys.argv[2]))
 drain = Drain(world.paths, world.settings)

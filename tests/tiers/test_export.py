@@ -15,7 +15,7 @@ from tiers.lane import PointKind
 from tiers.layout import ALL_GROUPS, block_chain, point_id
 from tiers.offline import offline_drain
 from tiers.paths import Paths
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 TOKENS = some_tokens(5 * BLOCK + 3)
 SHAPE = dataclasses.replace(LAYOUT, windows=(0, 8), state_bytes=100)

@@ -17,11 +17,14 @@ import numpy as np
 import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
+from tiers import drain as drain_file
 from tiers import keeper as keeper_file
-from tiers import keeper_client
-from tiers import store as store_file
+from tiers import keeper_client, store_file
+from tiers.drain import Drain
 from tiers.errors import BadBlock, KeeperAway, LaneFull, StoreFailed, TierError
-from tiers.keeper import Drain, Keeper
+from tiers.group import Group
+from tiers.keeper import Keeper
+from tiers.keeper_operations import Operations
 from tiers.lane import LaneReader, data_offset
 from tiers.lock import is_held
 from tiers.store import Store
@@ -120,7 +123,7 @@ def test_group_that_fails_leaves_nothing_behind(world: World, monkeypatch: pytes
     world.capture(world.lane(), "a", TOKENS, [3, 43])
     drain = Drain(world.paths, world.settings)
     with monkeypatch.context() as patch:
-        patch.setattr(store_file.Group, "put_tail", lambda *_: (_ for _ in ()).throw(StoreFailed("EIO")))
+        patch.setattr(Group, "put_tail", lambda *_: (_ for _ in ()).throw(StoreFailed("EIO")))
         with pytest.raises(StoreFailed):
             drain.step()
     assert drain.counts["blocks_put"] == 0 and drain.counts["store_failures"] == 1
@@ -220,7 +223,7 @@ def test_record_of_an_older_epoch_is_refused_once_the_newer_one_began(world: Wor
 
 def test_what_a_fenced_engine_captured_before_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The successor leans on it, whichever lane is drained first, also by a keeper that starts in between."""
-    monkeypatch.setattr(keeper_file, "GROUP_RECORDS", 1)
+    monkeypatch.setattr(drain_file, "GROUP_RECORDS", 1)
     successor, dead = world.lane("e0"), world.lane("e1")
     world.capture(dead, "old", TOKENS, [8, 16, 20], stream="chat")
     world.capture(successor, "new", TOKENS, [43], start=16, epoch=2, stream="chat")
@@ -241,13 +244,14 @@ def test_forget_deletes_up_to_what_others_need(world: World) -> None:
     for name in "ab":
         lane.append_close(sequence(name), 1, 43)
     drain = world.drained()
-    assert drain.forget(ROOT, "default", TOKENS, "gone") == {"blocks": 3, "tails": 1, "points": 0, "sequences": 1}
-    assert drain.forget(ROOT, "default", TOKENS, "gone") == {"blocks": 0, "tails": 0, "points": 0, "sequences": 0}
-    assert drain.forget(ROOT, "another tenant", branch) == {"blocks": 0, "tails": 0, "points": 0, "sequences": 0}
+    forget = Operations(drain).forget
+    assert forget(ROOT, "default", TOKENS, "gone") == {"blocks": 3, "tails": 1, "points": 0, "sequences": 1}
+    assert forget(ROOT, "default", TOKENS, "gone") == {"blocks": 0, "tails": 0, "points": 0, "sequences": 0}
+    assert forget(ROOT, "another tenant", branch) == {"blocks": 0, "tails": 0, "points": 0, "sequences": 0}
     drain.close()
     assert world.restorable(branch) == 43 and world.restorable(TOKENS) == 20
     drain = world.drained()
-    drain.forget(ROOT, "default", branch, "stays")
+    Operations(drain).forget(ROOT, "default", branch, "stays")
     drain.close()
     assert stored(world) == {"blocks": 0, "children": 0, "tails": 0, "sequences": 0, "roots": 1}
 
@@ -575,7 +579,7 @@ def test_one_compaction_at_a_time(world: World) -> None:
 
 HOLDER = """
 import sys, time
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 with StoreReader(sys.argv[1], map_bytes=64 << 20).snapshot() as view:
     print("held", flush=True)
     time.sleep(600)
@@ -590,9 +594,9 @@ def test_held_snapshot_is_named_and_a_killed_one_dropped(world: World, monkeypat
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=REPOSITORY) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-            monkeypatch.setattr(keeper_file, "SNAPSHOT_LIMIT_S", 0.0)
+            monkeypatch.setattr(drain_file, "SNAPSHOT_LIMIT_S", 0.0)
             for turn in range(3):
-                drain.pin("default", f"s{turn}", True)
+                Operations(drain).pin("default", f"s{turn}", True)
             drain._check_store()
             stats = drain.stats()
             assert stats["snapshots_held"] == [holder.pid] and stats["snapshot_lag"] >= 3

@@ -22,8 +22,9 @@ from tests.tiers.sample import (
     state,
 )
 from tests.tiers.test_compaction import answer, check_usage, compact, counts, restorable
+from tiers.drain import Drain
 from tiers.errors import BadBlock
-from tiers.keeper import Drain
+from tiers.keeper_operations import Operations
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE, SEALED_BYTES, BadKeys, Keyring, Locked
 from tiers.lane import PointKind
 from tiers.layout import Layout
@@ -184,11 +185,11 @@ def test_forgotten_key(world: World, keys: pytest.MonkeyPatch, compacted: bool) 
     drain.close()
     keys.setenv(KEYS_VARIABLE, f"another = {OTHER}")
     drain = Drain(world.paths, world.settings)
-    assert [entry["namespace"] for entry in drain.sessions()] == ["open"]
+    assert [entry["namespace"] for entry in Operations(drain).sessions()] == ["open"]
     with pytest.raises(BadBlock, match="key that isn't there"):
         compact(drain)
     assert counts(drain)["blocks"] == 8
-    assert sum(drain.drop_locked().values()) == 1
+    assert sum(Operations(drain).drop_locked().values()) == 1
     compact(drain)
     assert counts(drain)["blocks"] == 3 and counts(drain)["tails"] == 1
     assert restorable(world, drain, TOKENS[:30], "open") == 30

@@ -12,7 +12,7 @@ from tiers.errors import BadBlock
 from tiers.keys import Keyring
 from tiers.layout import Layout
 from tiers.prefix import Extent, FrameSlice, PrefixFinder
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 WINDOWED = dataclasses.replace(LAYOUT, windows=(0, 2 * BLOCK))
 KEPT = LAYOUT.frame_bytes(BLOCK, groups=1)

@@ -18,7 +18,7 @@ from tiers.lane import LaneReader, LaneSet, LaneWriter, lane_size
 from tiers.media import Device, Place
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 TOKENS = some_tokens(5 * BLOCK + 3)
 ALIGN = 1 << 20

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, flip, sequence, some_tokens, state
 from tiers.errors import BadBlock
+from tiers.keeper_operations import Operations
 from tiers.lane import LaneReader, LaneWriter, PointKind, data_offset
 from tiers.layout import Layout
 from tiers.prefix import PointRef
@@ -132,7 +133,7 @@ def test_forget_takes_the_points_along(world: World) -> None:
     lane = capture(world)
     lane.append_close(sequence("a"), 1, 43)
     drain = world.drained()
-    assert drain.forget(ROOT, "default", TOKENS)["points"] == 4
+    assert Operations(drain).forget(ROOT, "default", TOKENS)["points"] == 4
     assert drain.stats()["stored_points"] == drain.stats()["stored_blocks"] == 0
     drain.close()
 

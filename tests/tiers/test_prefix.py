@@ -12,7 +12,7 @@ from tiers.errors import BadBlock
 from tiers.lane import LaneReader, data_offset
 from tiers.layout import RootId, block_chain
 from tiers.prefix import PrefixFinder
-from tiers.store import StoreReader
+from tiers.view import StoreReader
 
 EXAMPLES = itertools.count()
 TOKENS = some_tokens(5 * BLOCK + 3)

@@ -15,8 +15,9 @@ from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
 from tests.tiers.test_compaction import answer, check_usage, compact, counts, restorable
 from tests.tiers.test_keeper import keeper_process
 from tiers import failpoints, keeper_client
+from tiers.drain import Drain
 from tiers.errors import StoreFailed, TierError
-from tiers.keeper import Drain
+from tiers.keeper_operations import Operations
 from tiers.shrink import Shrink
 from tiers.verify import verify
 
@@ -31,7 +32,7 @@ def fill(world: World, drain: Drain) -> None:
         answer(world, lane, f"s{index}", tokens, session=f"s{index}")
         drain.flush(sync=True)
     for index in range(3, len(LISTS)):
-        drain.remove("default", f"s{index}", force=False, dry_run=False)
+        Operations(drain).remove("default", f"s{index}", force=False, dry_run=False)
     lane.close()
 
 
@@ -83,14 +84,14 @@ def test_what_is_drained_and_removed_meanwhile_is_there_and_gone(world: World) -
         position += 3
         drain.step()
         if step == 3:
-            drain.remove("default", "s1", force=False, dry_run=False)
+            Operations(drain).remove("default", "s1", force=False, dry_run=False)
         if step == 5:
-            drain.pin("default", "s2", True)
+            Operations(drain).pin("default", "s2", True)
     assert step > 10
     drain.flush(sync=True)
     assert restorable(world, drain, tokens) == position
     assert kept(world, drain) == [27, 0, 27, 0]
-    assert next(entry["pinned"] for entry in drain.sessions(session="s2"))
+    assert next(entry["pinned"] for entry in Operations(drain).sessions(session="s2"))
     check_usage(drain)
     drain.close()
     assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
@@ -131,7 +132,7 @@ KILLED = """
 import sys
 from tests.tiers.sample import World
 from tiers import failpoints
-from tiers.keeper import Drain
+from tiers.drain import Drain
 from tiers.paths import Paths
 from tiers.shrink import Shrink
 world = World(Paths.at(sys.argv[1], sys.argv[2]))

@@ -12,8 +12,10 @@ from tiers import store as store_file
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.lane import OpenPayload
 from tiers.layout import BlockId, block_chain, block_id
-from tiers.store import KIND_BLOCK, Store, StoreReader, frame_offset, pack_value, unpack_value
+from tiers.store import Store
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+from tiers.values import KIND_BLOCK, frame_offset, pack_value, unpack_value
+from tiers.view import StoreReader
 
 TOKENS = some_tokens(4 * BLOCK)
 CHAIN = block_chain(ROOT, "default", TOKENS, BLOCK)

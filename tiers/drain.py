@@ -1,0 +1,445 @@
+"""The drain: moves records from all lanes into the store, in group commits. Stage *drain*; the keeper's only thread, no torch.
+
+A lane's tail moves only after its records are committed and synced, and taking a record twice changes nothing: killed
+at any instruction, the next keeper goes on. A full disk or map costs durability, never the process: records wait in the lanes.
+What a record adds to its sequence is `tiers/seal.py`. Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from tiers import failpoints, media
+from tiers.clock import SteadyClock
+from tiers.compaction import MAP_SHARE, Budget, Now
+from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
+from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size
+from tiers.layout import RootId, SequenceId, block_chain
+from tiers.pages import cached_bytes, drop_cached
+from tiers.paths import Paths
+from tiers.seal import Sealing
+from tiers.settings import TierSettings
+from tiers.store import Store
+from tiers.track import Track
+
+log = structlog.get_logger()
+
+GROUP_BYTES = 16 << 20  # commits of 4 MB and more reach the disk's speed (FACTS)
+GROUP_RECORDS = 2048
+RETRY_STORE_S = 1.0
+READER_CHECK_S = 5.0
+SYNC_AT_SHARE = 0.5
+SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
+WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
+COUNTERS = (
+    "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
+    "captured_bytes", "over_budget", "bad_records", "bad_blocks",
+    "stale_records", "orphan", "gap", "store_failures",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one group commit takes: records by lane, in order, and how far that is in each lane."""
+
+    records: list[tuple[LaneReader, RecordHeader]] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)  # lane id -> record after the last one taken
+    more: bool = False  # a lane holds records beyond these
+
+
+class Drain:
+    """Lanes into store. Not thread-safe; the control socket is `Keeper`'s business."""
+
+    def __init__(self, paths: Paths, settings: TierSettings) -> None:
+        self.paths = paths
+        self.settings = settings
+        self._lanes = LaneSet(paths.lane_dir, writable_tail=True)
+        self._store: Store | None = None
+        self._clock = SteadyClock()
+        self._healthy_ms = self._clock()
+        self.counts: Counter[str] = Counter()
+        self._sealing = Sealing(self._lanes, self.counts, settings.tail_interval_ms, self._clock)
+        self._taken: dict[int, int] = {}  # by lane id: first record that isn't taken; the tail follows after a sync
+        self._retry_at = 0.0
+        self._synced_at = time.monotonic()
+        self._checked_at = time.monotonic()
+        self._unsynced = False
+        self.failing = ""
+        self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
+        self._held: set[tuple[int, int]] = set()  # those that are held for too long
+        self.cached_bytes = 0  # of the store's file, when it was looked at last
+
+    def open(self) -> None:
+        """Make or open the store now, so that readers find one. Raises StoreFailed."""
+        self._adopt_device_lanes()
+        self._open_store()
+
+    def _adopt_device_lanes(self) -> None:
+        """Lanes on a DAX device outlive a restart of the machine, their links in shared memory don't."""
+        if not self.settings.lane_device:
+            return
+        try:
+            device = media.Device.find(self.settings.lane_device)
+            for link in media.adopt(self.paths.lane_dir, device, lane_size):
+                log.info("drain.lane_adopted", lane=link.stem, device=str(device.path))
+        except (OSError, OtherFormat) as error:
+            log.error("drain.device_failed", device=self.settings.lane_device, error=str(error))
+
+    @property
+    def named(self) -> set[bytes] | None:
+        """While blocks are being collected: ids that records name meanwhile."""
+        return self._sealing.named
+
+    @named.setter
+    def named(self, named: set[bytes] | None) -> None:
+        self._sealing.named = named
+
+    @property
+    def tracks(self) -> dict[SequenceId, Track]:
+        """Sequences in hand; others are as far as they are stored."""
+        return self._sealing.tracks
+
+    def store(self) -> Store:
+        """The open store, for compaction. Raises StoreFailed."""
+        return self._open_store()
+
+    def is_open(self, store: Store) -> bool:
+        """Whether this is still the store in use: one that failed is closed and opened anew."""
+        return self._store is store
+
+    def now(self) -> Now:
+        """The time, as "used last" is counted."""
+        return Now(self._clock(), self._healthy_ms)
+
+    def settle(self) -> None:
+        """Take everything and free the lanes: what is deleted now doesn't come back out of a lane after a crash. Raises StoreFailed."""
+        try:
+            self.flush(sync=True)
+        except OverBudget:
+            self.sync()
+
+    def catch_up(self) -> None:
+        """Take all records that are in the lanes, or at least see what they name. Raises StoreFailed."""
+        try:
+            while self.step():
+                pass
+        except OverBudget:
+            self._name_unread()
+
+    def _name_unread(self) -> None:
+        """Sequences that open in the lanes lean on blocks, before they can be taken."""
+        if self.named is None:
+            return
+        for lane in self._lanes.scan():
+            for header in lane.records(self._next(lane)):
+                if header.type == RecordType.OPEN:
+                    try:
+                        o = lane.open_payload(header)
+                    except BadRecord:
+                        continue
+                    tokens = np.frombuffer(o.tokens, "<i4")
+                    self.named.update(block_chain(RootId(o.root), o.namespace, tokens, o.block_tokens))
+                    self.named.add(header.sequence)
+
+    # ------------------------------------------------------------ one group commit
+
+    def step(self, *, all_tails: bool = False) -> bool:
+        """Commit one group of what the lanes hold, if anything; return whether more is left. Raises StoreFailed.
+
+        Rows of an unfinished block wait in the lane until the block is whole, so that they are written once; not for longer than
+        tail_interval_ms, not when the lane fills up, and not with `all_tails`.
+        """
+        lanes = self._lanes.scan()
+        self._sealing.drop_gone_lanes()
+        batch = self._choose(lanes)
+        self._sealing.add_due(lanes, all_tails and not batch.more, self._is_filling)
+        if not batch.records and not self._sealing.dirty:
+            return False
+        store = self._open_store()
+        self._check_budget(store, batch)
+        started = time.monotonic()
+        counts = Counter(self.counts)
+        try:
+            with store.group() as group:
+                for lane, header in batch.records:
+                    self._sealing.take(group, lane, header)
+                self._sealing.store_tails(group, all_tails and not batch.more, self._is_filling)
+        except BaseException as error:
+            self._forget_uncommitted(counts)
+            if isinstance(error, StoreFailed):
+                self._fail(error)
+            raise
+        self._taken.update(batch.taken)
+        self._committed(batch, group.put_bytes, started)
+        if self.settings.durability == "process":
+            self._free()
+        elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane in lanes):
+            self.sync()  # the lanes need the room sooner than the interval ends
+        return batch.more
+
+    def _check_budget(self, store: Store, batch: Batch) -> None:
+        """Put nothing that the budget has no room for: compaction then evicts. Raises OverBudget."""
+        limit = int(MAP_SHARE * store.map_bytes())
+        limit = min(self.settings.disk_budget_bytes or limit, limit)
+        size = sum(header.payload_bytes for _, header in batch.records)
+        used = store.usage().total_bytes
+        if not batch.records or used + size <= limit:
+            return
+        error = OverBudget("the store's budget is used up", where=str(store.path), cause=f"{used} of {limit} bytes")
+        if not self.failing:
+            log.error("drain.over_budget", error=str(error))
+        self.failing = str(error)
+        self.counts["over_budget"] += 1
+        raise error
+
+    def _is_filling(self, lane: LaneReader) -> bool:
+        """Whether what waits keeps too much of a lane from being used again, or the lane is to go."""
+        return "~" in lane.name or lane.used_share(lane.tail, self._next(lane)) > WAITING_SHARE
+
+    def _next(self, lane: LaneReader) -> int:
+        """First record of a lane that isn't committed."""
+        return max(lane.tail, self._taken.get(lane.lane_id, 0))
+
+    def _free(self) -> None:
+        """Let the lanes' tails follow what is committed and, unless durability is `process`, on the disk; not past rows that wait."""
+        failpoints.reach("drain.free.before")
+        for lane in self._lanes:
+            number = self._sealing.first_waiting(lane, self._next(lane))
+            lane.advance_tail(max(number, lane.tail))
+        failpoints.reach("drain.free.after")
+
+    def _choose(self, lanes: list[LaneReader]) -> Batch:
+        """Records for one group, an equal share of its bytes for each lane that has some."""
+        batch = Batch()
+        share = GROUP_BYTES // max(1, len(lanes))
+        for lane in lanes:
+            taken, size = self._next(lane), 0
+            headers = lane.records(taken, GROUP_RECORDS)
+            batch.more |= len(headers) == GROUP_RECORDS
+            for header in headers:
+                if size and size + header.payload_bytes > share:
+                    batch.more = True
+                    break
+                batch.records.append((lane, header))
+                size += header.payload_bytes
+                taken = header.number + 1
+            batch.taken[lane.lane_id] = taken
+            if "~" in lane.name and not headers and lane.tail == taken:
+                self._remove_drained(lane)
+        return batch
+
+    def _remove_drained(self, lane: LaneReader) -> None:
+        """A lane that was set aside has no writer: once empty it is only memory in use."""
+        media.remove(lane.path)
+        log.info("drain.lane_removed", lane=lane.name)
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            if time.monotonic() < self._retry_at:
+                raise StoreFailed(self.failing or "the store is closed")
+            try:
+                self._store = Store(
+                    self.paths.store, map_bytes=self.settings.store_map_bytes, durability=self.settings.durability
+                )
+            except StoreFailed as error:
+                self._fail(error)
+                raise
+        return self._store
+
+    def _fail(self, error: StoreFailed) -> None:
+        """Close the store and try again after a while, from the lanes' tails.
+
+        After an error nobody knows which pages the kernel still means to write (a failed fsync marks them clean), so nothing that wasn't
+        synced is relied upon: its records are still in the lanes, and are taken again by a store that is opened anew.
+        """
+        self.forget_tracks()
+        self.counts["store_failures"] += 1
+        if not self.failing:
+            log.error("drain.failed", error=str(error))
+        self.failing = str(error)
+        self._retry_at = time.monotonic() + RETRY_STORE_S
+        if self._store is not None:
+            store, self._store = self._store, None
+            try:
+                store.close()
+            except StoreFailed:
+                pass  # said already
+
+    def _forget_uncommitted(self, counts: Counter[str]) -> None:
+        """The transaction is gone: what was learnt from it is read again from the store."""
+        self.forget_tracks()
+        self.counts.clear()
+        self.counts.update(counts)
+
+    def forget_tracks(self) -> None:
+        """Read everything again, sequences from the store and waiting rows from the lanes: taking a record twice changes nothing."""
+        self._sealing.forget()
+        self._taken.clear()
+
+    def _committed(self, batch: Batch, put_bytes: int, started: float) -> None:
+        self._unsynced = True
+        if self.failing:
+            log.info("drain.recovered", was=self.failing)
+            self.failing = ""
+            self._healthy_ms = self._clock()
+        self.counts["commits"] += 1
+        self.counts["records"] += len(batch.records)
+        self.counts["put_bytes"] += put_bytes
+        ms = round(1000 * (time.monotonic() - started), 2)
+        log.debug("drain.committed", records=len(batch.records), put_bytes=put_bytes, ms=ms)
+        self._sealing.trim()
+
+    # ------------------------------------------------------------ on request
+
+    def flush(self, sync: bool) -> dict[str, int]:
+        """Commit everything that is in the lanes now; with `sync`, onto the disk. Returns each lane's tail. Raises StoreFailed."""
+        goals = [(lane, lane.head()) for lane in self._lanes.scan()]
+        while any(not lane.closed and self._next(lane) < head for lane, head in goals):
+            self.step(all_tails=True)
+        if self._sealing.is_waiting:
+            self.step(all_tails=True)
+        if sync:
+            self.sync()
+        return {lane.name: self._next(lane) for lane in self._lanes}
+
+    def sync(self) -> None:
+        """Bring what is committed onto the disk. Raises StoreFailed."""
+        try:
+            if self._store is not None:
+                self._store.sync()
+        except StoreFailed as error:
+            self._fail(error)
+            raise
+        self._synced_at = time.monotonic()
+        self._unsynced = False
+        self._sealing.synced_positions.clear()
+        self._free()
+
+    def _trim_cache(self) -> None:
+        """Give page cache back, as far as the budget asks for it and no process has the pages mapped."""
+        limit = self.settings.memory_budget_bytes
+        if not limit:
+            return
+        data = self.paths.store / "data.mdb"
+        self.cached_bytes = cached_bytes(data)
+        if self.cached_bytes > limit:
+            drop_cached(data, self.cached_bytes - int(0.9 * limit))
+            self.cached_bytes = cached_bytes(data)
+
+    def _look_at_snapshots(self, store: Store) -> None:
+        """Name the process that holds a snapshot for too long: pages freed since can't be used again, and the file grows."""
+        now, open_now = time.monotonic(), store.snapshots()
+        self._snapshots = {key: self._snapshots.get(key, now) for key in open_now}
+        for (pid, number), since in self._snapshots.items():
+            if now - since >= SNAPSHOT_LIMIT_S and (pid, number) not in self._held:
+                self._held.add((pid, number))
+                log.warning("drain.snapshot_held", pid=pid, s=round(now - since), commits_behind=open_now[pid, number])
+        self._held &= self._snapshots.keys()
+
+    def _check_store(self) -> None:
+        """Free dead readers' snapshots, and notice that somebody deleted the file that is being written."""
+        assert self._store is not None
+        try:
+            self._store.drop_dead_readers()
+            self._store.check_file()
+            self._look_at_snapshots(self._store)
+        except StoreFailed as error:
+            self._fail(error)
+            raise
+
+    def owe_sync(self) -> None:
+        """Something was committed in another way than by `step`: it is to be synced like what is drained."""
+        self._unsynced = True
+
+    def sync_if_due(self) -> None:
+        """The `interval` and `turn` bound: everything committed is on the disk sync_interval_ms later. Raises StoreFailed."""
+        now = time.monotonic()
+        if self._store is not None and now - self._checked_at >= READER_CHECK_S:
+            self._checked_at = now
+            self._check_store()
+            self._trim_cache()
+        overdue = 1000 * (time.monotonic() - self._synced_at) >= self.settings.sync_interval_ms
+        if self._unsynced and overdue and self.settings.durability != "process":
+            self.sync()
+
+    def positions(self, sequences: list[SequenceId]) -> dict[str, tuple[int, int]]:
+        """By sequence (hex): position that is committed, and position that would survive a loss of power.
+
+        Under `process` nothing is synced on purpose, and committed is all that is promised. Unknown sequences are left out.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        promised = self.settings.durability == "process"
+        with self._open_store().snapshot() as view:
+            for sequence in sequences:
+                progress = view.progress(sequence)
+                if progress is not None:
+                    stored = progress.position
+                    synced = stored if promised else self._sealing.synced_positions.get(sequence, stored)
+                    found[sequence.hex()] = stored, synced
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and how far behind the lanes are."""
+        lanes = {}
+        for lane in self._lanes.scan():
+            tail = lane.tail
+            head = lane.head(tail)
+            taken = max(tail, self._next(lane))
+            lanes[lane.name] = {"tail": tail, "taken": taken, "head": head, "incarnation": lane.incarnation}
+        stats: dict[str, Any] = {
+            "lanes": lanes,
+            "failing": self.failing,
+            "unsynced_ms": round(1000 * (time.monotonic() - self._synced_at)) if self._unsynced else 0,
+            **dict.fromkeys(COUNTERS, 0),
+            **self.counts,
+        }
+        if self._store is not None:
+            with self._store.snapshot() as view:
+                stats.update(
+                    {f"stored_{name}": view.count(name) for name in ("blocks", "tails", "points", "sequences")}
+                )
+            stats["store_bytes"] = self._store.used_bytes()
+            stats["live_bytes"] = self._store.usage().total_bytes
+            stats["cached_bytes"] = self.cached_bytes
+            stats["budgets"] = {
+                "disk": [stats["live_bytes"], self.settings.disk_budget_bytes],
+                "memory": [self.cached_bytes, self.settings.memory_budget_bytes],
+            }
+            stats["snapshots_held"] = [pid for pid, _ in sorted(self._held)]
+            stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
+        stats["io_write_bytes"] = _io_write_bytes()
+        return stats
+
+    def budget(self) -> Budget:
+        """What compaction is to keep to."""
+        s = self.settings
+        return Budget(s.disk_budget_bytes, s.tenant_budget_bytes, s.session_ttl_s)
+
+    def close(self) -> None:
+        """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""
+        try:
+            if self._store is not None:
+                store, self._store = self._store, None
+                store.close()
+                self._free()
+        finally:
+            self._lanes.close()
+
+
+def _io_write_bytes() -> int:
+    """Bytes that this process has written by system calls; 0 where the kernel doesn't say.
+
+    Not its write_bytes: where the page cache has large folios, those count a whole one for each page that is written in it.
+    """
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)

@@ -1,0 +1,332 @@
+"""The store's write side: Group, one group commit in the making. Stage *drain*; the keeper's only thread.
+
+Values are built in one buffer that is used again and again (Scratch). Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import structlog
+from xxhash import xxh3_64_intdigest
+
+from tiers.base import Base, SessionKey, pack_base
+from tiers.errors import BadBlock
+from tiers.keys import Keyring
+from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId, chain_root
+from tiers.store_file import reach
+from tiers.track import PointPlace, Sealed, Track
+from tiers.usage import base_tenant, tail_tenant
+from tiers.values import (
+    KIND_BLOCK,
+    KIND_POINT,
+    KIND_TAIL,
+    LEADING,
+    NODE,
+    Pin,
+    PointEntry,
+    Progress,
+    RootInfo,
+    StreamOwner,
+    Tenant,
+    child_prefix,
+    decode_point,
+    disk_bytes,
+    encode,
+    frame_offset,
+    pack_value,
+    point_key,
+)
+from tiers.view import View
+
+log = structlog.get_logger()
+
+
+class Scratch:
+    """One reusable buffer in which values are built; LMDB copies it into its pages."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def value(self, token_count: int, layout: Layout) -> np.ndarray:
+        """Room for a value of `token_count` tokens; the same memory every time."""
+        return self.room(frame_offset(token_count) + layout.frame_bytes(token_count))
+
+    def room(self, size: int) -> np.ndarray:
+        """The first `size` bytes of the buffer; the same memory every time."""
+        if self._buffer.size < size:
+            self._buffer = np.empty(size, np.uint8)
+        return self._buffer[:size]
+
+
+class Group(View):
+    """One group commit in the making. Views got from it are valid until its next put or delete."""
+
+    def __init__(self, txn: Any, databases: dict[bytes, Any], scratch: Scratch, keys: Keyring) -> None:
+        super().__init__(txn, databases, keys)
+        self._scratch = scratch
+        self.put_bytes = 0
+        self.changes: dict[tuple[bytes, str], list[int]] = {}
+
+    def _count(self, tenant: bytes, kind: str, count: int, size: int) -> None:
+        """Note what this commit changes in the tenant's use of the disk."""
+        entry = self.changes.setdefault((bytes(tenant), kind), [0, 0])
+        entry[0] += count
+        entry[1] += size
+
+    def frame_buffer(self, token_count: int, layout: Layout) -> np.ndarray:
+        """Memory to build the frame of the next `put_block` or `put_tail` in, without another copy."""
+        return self._scratch.value(token_count, layout)[frame_offset(token_count) :]
+
+    def good_block(self, block: BlockId) -> bool:
+        """Whether a block is stored, intact and with all its groups: else it is to be put again."""
+        node = self.node(block)
+        if node is None or node.groups != ALL_GROUPS:
+            return False
+        try:
+            self.block(block)
+        except BadBlock as error:
+            log.warning("drain.bad_block", error=str(error))
+            return False
+        return True
+
+    def put_block(self, track: Track, block: Sealed) -> None:
+        """Store a block whose frame was built in `frame_buffer`."""
+        size = self._put(b"blocks", block.id, KIND_BLOCK, track, block.parent, block.token_start, block.tokens)
+        self._put_child(track.namespace, block)
+        tenant = chain_root(track.root, track.namespace)
+        self._count_block(block.id, tenant, size)
+        node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
+        self._txn.put(block.id, node + self._leading(track, len(block.tokens) // 4), db=self._db[b"nodes"])
+
+    def _leading(self, track: Track, count: int) -> bytes:
+        """What a node says of the rows without a window, in the value that was just built; nothing where values are sealed."""
+        groups = track.layout.leading_groups
+        if not groups or self.keys.has(track.namespace):
+            return b""
+        size = track.layout.frame_bytes(count, groups)
+        rows = self._scratch.value(count, track.layout)[frame_offset(count) :][:size]
+        return LEADING.pack(size, xxh3_64_intdigest(rows.data), groups)
+
+    def _count_block(self, block: BlockId, tenant: bytes, size: int) -> None:
+        old = self.node(block)
+        if old is not None:  # it was damaged, or lacked groups
+            self._count(old.tenant, "blocks", -1, -disk_bytes(old.value_bytes))
+        self._count(tenant, "blocks", 1, disk_bytes(size))
+
+    def put_frame(self, track: Track, block: Sealed, frame: np.ndarray, groups: int = ALL_GROUPS) -> None:
+        """Store a block with a frame (uint8) that has the groups of the mask: one that compaction has thinned out, and is imported."""
+        count, absent = len(block.tokens) // 4, ALL_GROUPS & ~groups
+        value = self._scratch.room(frame_offset(count) + frame.size)
+        value[frame_offset(count) :] = frame
+        pack_value(
+            value, KIND_BLOCK, track.root, track.block_tokens, block.parent, block.token_start, block.tokens, absent
+        )
+        size = self._put_sealed(track.namespace, "blocks", block.id, value.data)
+        self._put_child(track.namespace, block)
+        tenant, end = chain_root(track.root, track.namespace), block.token_start + count
+        self._count_block(block.id, tenant, size)
+        node = NODE.pack(block.parent, tenant, end, absent, size)
+        self._txn.put(block.id, node, db=self._db[b"nodes"])
+
+    def put_point(self, track: Track, place: PointPlace, kind: int, state: np.ndarray) -> None:
+        """Store a rollback point; `state` is its uint8 bytes."""
+        start = frame_offset(len(place.tokens) // 4)
+        value = self._scratch.room(start + state.size)
+        value[start:] = state
+        pack_value(
+            value, KIND_POINT, track.root, track.block_tokens, place.parent, place.token_start, place.tokens, kind
+        )
+        size = self._put_sealed(track.namespace, "states", place.id, value.data)
+        position = place.token_start + len(place.tokens) // 4
+        entry = PointEntry(kind, position, size, chain_root(track.root, track.namespace))
+        self._txn.put(point_key(place), encode(entry), db=self._db[b"points"])
+        self._count(entry.tenant, "points", 1, disk_bytes(size))
+
+    def put_tail(self, track: Track, sequence: SequenceId, token_start: int, tokens: bytes) -> bytes:
+        """Store a piece of the unfinished block, built in `frame_buffer`, and return its key."""
+        key = track.parent + sequence + token_start.to_bytes(4, "big")
+        size = self._put(b"tails", key, KIND_TAIL, track, track.parent, token_start, tokens)
+        self._count(chain_root(track.root, track.namespace), "tails", 1, disk_bytes(size))
+        return key
+
+    def _put(
+        self, database: bytes, key: bytes, kind: int, track: Track, parent: bytes, token_start: int, tokens: bytes
+    ) -> int:
+        value = self._scratch.value(len(tokens) // 4, track.layout)
+        pack_value(value, kind, track.root, track.block_tokens, parent, token_start, tokens)
+        reach("drain.put.before")
+        size = self._put_sealed(track.namespace, database.decode(), key, value.data)
+        reach("drain.put.after")
+        return size
+
+    def _put_sealed(self, namespace: str, database: str, key: bytes, value: Any) -> int:
+        """Put a value, encrypted if the namespace has a key; returns its size as stored."""
+        stored = self.keys.seal(namespace, database, key, value)
+        self._txn.put(key, stored, db=self._db[database.encode()])
+        self.put_bytes += len(stored)
+        return len(stored)
+
+    def _put_child(self, namespace: str, block: Sealed) -> None:
+        """A block's place among its parent's children, ordered by tokens; where those are to be hidden, by id."""
+        if self.keys.has(namespace):
+            self._put_sealed(namespace, "children", block.parent + block.id, block.tokens)
+        else:
+            key = child_prefix(block.parent, block.tokens) + block.id
+            self._txn.put(key, block.tokens, db=self._db[b"children"])
+
+    def drop_groups(self, block: BlockId, groups: int) -> int:
+        """Store a block again without those groups of its frame that aren't in the mask. Returns the bytes that this saves.
+
+        Raises BadBlock
+        """
+        node, value = self.node(block), self.block(block)
+        info = self.root(value.root)
+        assert node is not None
+        if info is None:
+            raise BadBlock("a block's root is gone", where=f"block {block.hex()}")
+        count, shape, keep = value.token_count, info.shape, value.groups & groups
+        start, was = frame_offset(value.token_count), node.value_bytes
+        out = self._scratch.room(start + shape.frame_bytes(count, keep))
+        at = start
+        for index, view in enumerate(shape.views(value.frame, count, value.groups)):
+            if keep >> index & 1 and view.size:
+                out[at : at + view.size] = view.reshape(-1)
+                at += view.size
+        absent = ALL_GROUPS & ~keep
+        block_tokens = info.block_tokens
+        pack_value(out, KIND_BLOCK, value.root, block_tokens, value.parent, value.token_start, value.tokens, absent)
+        tenant = self.tenant(node.tenant)
+        size = self._put_sealed(tenant.namespace if tenant is not None else "", "blocks", block, out.data)
+        packed = NODE.pack(node.parent, node.tenant, node.token_end, absent, size)
+        self._txn.put(block, packed, db=self._db[b"nodes"])
+        self._count(node.tenant, "blocks", 0, disk_bytes(size) - disk_bytes(was))
+        return was - size
+
+    def put_base(self, key: SessionKey, base: Base) -> None:
+        """Store a compacted session."""
+        self.delete_base(key)
+        size = self._put_sealed(base.namespace, "bases", key, pack_base(base))
+        self._count(chain_root(RootId(base.root), base.namespace), "bases", 1, disk_bytes(size))
+
+    def delete_base(self, key: SessionKey) -> None:
+        """Remove a compacted session; what it named stays until it is collected."""
+        raw = self._txn.get(key, db=self._db[b"bases"])
+        if raw is None:
+            return
+        size = len(raw)
+        self._count(base_tenant(self, key), "bases", -1, -disk_bytes(size))
+        self._txn.delete(key, db=self._db[b"bases"])
+
+    def put_pin(self, key: SessionKey, pin: Pin) -> None:
+        """Never evict a session."""
+        self._txn.put(key, encode(pin), db=self._db[b"pins"])
+
+    def delete_pin(self, key: SessionKey) -> None:
+        """Let a session be evicted again."""
+        self._txn.delete(key, db=self._db[b"pins"])
+
+    def delete_owner(self, stream_key: bytes) -> None:
+        """Remove the newest epoch of a stream."""
+        self._txn.delete(stream_key, db=self._db[b"streams"])
+
+    def put_progress(
+        self, sequence: SequenceId, track: Track, position: int | None = None, used_ms: int | None = None
+    ) -> None:
+        """Store how far a sequence is.
+
+        position  what is stored, its unfinished block included; None: all that the track has
+        used_ms   when it was used last; None: now
+        """
+        t = track
+        at = t.position if position is None else position
+        used = int(1000 * time.time()) if used_ms is None else used_ms
+        progress = Progress(
+            t.root, t.namespace, t.session, t.stream, t.epoch, t.parent, t.block_start, at, t.closed, used
+        )
+        self._put_sealed(progress.namespace, "sequences", sequence, encode(progress))
+
+    def replace_progress(self, sequence: SequenceId, progress: Progress) -> None:
+        """Say anew how far a sequence is."""
+        self._put_sealed(progress.namespace, "sequences", sequence, encode(progress))
+
+    def put_root(self, root: bytes, info: RootInfo) -> None:
+        """Store the layout of a state fingerprint."""
+        if self.root(root) is None:
+            self._txn.put(root, encode(info), db=self._db[b"roots"])
+
+    def put_tenant(self, root: RootId, namespace: str) -> None:
+        """Note whose blocks a chain's root stands for."""
+        chain = chain_root(root, namespace)
+        known, sealed = self.tenant(chain), self.keys.has(namespace)
+        if known is None or sealed > known.sealed:
+            self._txn.put(chain, encode(Tenant(root, namespace, sealed)), db=self._db[b"tenants"])
+
+    def put_owner(self, stream_key: bytes, owner: StreamOwner) -> None:
+        """Store the newest epoch of a stream."""
+        self._txn.put(stream_key, encode(owner), db=self._db[b"streams"])
+
+    def put_child(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
+        """Note a stored block's place among its parent's children."""
+        node = self.node(block)
+        tenant = self.tenant(node.tenant) if node is not None else None
+        self._put_child(tenant.namespace if tenant is not None else "", Sealed(block, parent, 0, tokens, []))
+
+    def delete_raw(self, database: str, key: bytes) -> None:
+        """Remove a small record that nothing is counted of."""
+        self._txn.delete(key, db=self._db[database.encode()])
+
+    def delete_block(self, parent: BlockId, tokens: bytes, block: BlockId) -> None:
+        """Remove a block and its place among its parent's children."""
+        node = self.node(block)
+        if node is not None:
+            self._count(node.tenant, "blocks", -1, -disk_bytes(node.value_bytes))
+        self._txn.delete(block, db=self._db[b"blocks"])
+        self._txn.delete(block, db=self._db[b"nodes"])
+        self._txn.delete(child_prefix(parent, tokens) + block, db=self._db[b"children"])
+        self._txn.delete(parent + block, db=self._db[b"children"])
+
+    def delete_point(self, key: bytes) -> None:
+        """Remove a rollback point, by its key in `points`."""
+        raw = self._txn.get(key, db=self._db[b"points"])
+        if raw is not None:
+            entry = decode_point(raw)
+            self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
+        self._txn.delete(key[-16:], db=self._db[b"states"])
+        self._txn.delete(key, db=self._db[b"points"])
+
+    def delete_tail(self, key: bytes) -> None:
+        """Remove a piece of an unfinished block."""
+        raw = self._txn.get(key, db=self._db[b"tails"])
+        if raw is not None:
+            self._count(tail_tenant(self, key), "tails", -1, -disk_bytes(len(raw)))
+        self._txn.delete(key, db=self._db[b"tails"])
+
+    def delete_sequence(self, sequence: SequenceId) -> None:
+        """Remove what is known of a sequence; its blocks stay."""
+        self._txn.delete(sequence, db=self._db[b"sequences"])
+
+
+class Noting:
+    """A write transaction that notes which keys are changed."""
+
+    def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
+        self._txn = txn
+        self._names = {id(handle): name for name, handle in databases.items()}
+        self.touched: set[tuple[bytes, bytes]] = set()
+
+    def put(self, key: bytes, value: Any, *, db: Any) -> bool:
+        self.touched.add((self._names[id(db)], bytes(key)))
+        return self._txn.put(key, value, db=db)
+
+    def delete(self, key: bytes, *, db: Any) -> bool:
+        self.touched.add((self._names[id(db)], bytes(key)))
+        return self._txn.delete(key, db=db)
+
+    def cursor(self, *, db: Any) -> Any:
+        return self._txn.cursor(db=db)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._txn, name)

@@ -1,0 +1,174 @@
+"""Compaction and shrinking as jobs: when one begins, and its slices between two drains. Stage *compact*; the keeper's thread.
+
+Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import structlog
+
+from tiers.compaction import GRACE_S, Compaction, plan_folds, sequences_of, tenant_bytes
+from tiers.drain import Drain
+from tiers.errors import TierError
+from tiers.shrink import Shrink
+
+log = structlog.get_logger()
+
+JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socket
+JOB_PAUSE_S = 0.005  # between slices of what was asked for
+BACKGROUND_PAUSE_S = 0.06
+COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
+
+
+class Busy(TierError):
+    """The keeper does something else that excludes this."""
+
+    hint = "Wait until it is done, then ask again"
+
+
+class Job:
+    """A compaction in hand: advanced in slices, looked at by number."""
+
+    def __init__(self, number: int, compaction: Compaction, background: bool, shrink: Shrink | None = None) -> None:
+        self.number = number
+        self.background = background
+        self.finished = False
+        self.error = ""
+        self._now: Compaction | Shrink = compaction
+        self._counts: Counter[str] = Counter()
+        self._steps = self._run(compaction, shrink)
+        self._began = time.monotonic()
+
+    def _run(self, compaction: Compaction, shrink: Shrink | None) -> Generator[None, None, None]:
+        yield from compaction.run()
+        if shrink is not None:
+            self._counts = compaction.progress.counts
+            self._now = shrink
+            yield from shrink.run()
+
+    def advance(self) -> None:
+        """Work for JOB_SLICE_S at most, apart from the transaction in hand."""
+        until = time.monotonic() + JOB_SLICE_S
+        try:
+            while time.monotonic() < until:
+                next(self._steps)
+                if self._now.progress.phase == "wait":
+                    return
+        except StopIteration:
+            self.finished = True
+            log.info("compact.done", s=round(time.monotonic() - self._began, 2), **self.state()["counts"])
+        except (TierError, OSError) as error:
+            self.finished, self.error = True, str(error)
+            log.warning("compact.stopped", error=str(error))
+
+    def cancel(self) -> None:
+        """Stop where it is; what it has done stays."""
+        self._steps.close()
+        self.finished, self.error = True, "another compaction was asked for"
+
+    def state(self) -> dict[str, Any]:
+        """For the control socket."""
+        at = self._now.progress
+        counts = dict(self._counts + at.counts) if at.counts is not self._counts else dict(at.counts)
+        return {
+            "id": self.number, "phase": at.phase, "done": at.done, "total": at.total, "counts": counts,
+            "finished": self.finished, "error": self.error, "background": self.background,
+        }  # fmt: skip
+
+
+class Jobs:
+    """Compactions, one at a time: begun on request, or in the background when it is time. The keeper calls `work` between drains."""
+
+    def __init__(self, drain: Drain) -> None:
+        self._drain = drain
+        self._job: Job | None = None
+        self._number = 0
+        self._aged_at = -1e9
+        self._collected_at = time.monotonic()
+        self._compacted_at = time.monotonic()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is in hand."""
+        return self._job is None or self._job.finished
+
+    def state(self) -> dict[str, Any] | None:
+        """Of the newest job, for the control socket; None if there was none."""
+        return self._job.state() if self._job is not None else None
+
+    def hurry(self) -> None:
+        """The budget is used up: look for something to compact a second from now."""
+        if self.idle:
+            self._compacted_at = min(self._compacted_at, time.monotonic() - self._drain.settings.compact_interval_s + 1)
+
+    def pause_s(self) -> float:
+        """Between two slices of the job in hand."""
+        asked = self._job is not None and not self._job.background
+        return JOB_PAUSE_S if asked else BACKGROUND_PAUSE_S
+
+    def work(self) -> None:
+        """A slice of the job in hand; a new one when it is time."""
+        if self._job is not None and not self.idle:
+            self._job.advance()
+            return
+        interval = self._drain.settings.compact_interval_s
+        if not interval or time.monotonic() - self._compacted_at < interval:
+            return
+        self._compacted_at = time.monotonic()
+        try:
+            if self.wants_compaction():
+                self.start(self._drain.settings.compact_after_s, GRACE_S, background=True)
+        except TierError as error:
+            log.warning("compact.postponed", error=str(error))
+
+    def start(
+        self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False, shrink: bool = False
+    ) -> Job:
+        """Begin a compaction; one in the background makes room for what is asked for. Raises Busy, StoreFailed."""
+        if self._job is not None and not self.idle:
+            if not self._job.background:
+                raise Busy(f"compaction {self._job.number} is running")
+            self._job.cancel()
+        self._number += 1
+        budget = self._drain.budget()
+        collect = (
+            not background
+            or time.monotonic() - self._collected_at >= COLLECT_EVERY * self._drain.settings.compact_interval_s
+        )
+        if collect:
+            self._collected_at = time.monotonic()
+        compaction = Compaction(
+            self._drain, settle_s=settle_s, grace_s=grace_s, budget=budget, dry_run=dry_run, collect=collect
+        )
+        self._job = Job(self._number, compaction, background, Shrink(self._drain) if shrink and not dry_run else None)
+        return self._job
+
+    def wants_compaction(self) -> bool:
+        """Whether there is something to fold or to evict. Raises StoreFailed."""
+        store, budget = self._drain.store(), self._drain.budget()
+        usage = store.usage()
+        with store.snapshot() as view:
+            folds = plan_folds(
+                sequences_of(view, self._drain.now()),
+                self._drain.now().ms,
+                int(1000 * self._drain.settings.compact_after_s),
+            )
+            if folds or self._ttl_due(budget.ttl_s):
+                return True
+            tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
+        if self._drain.counts["over_budget"] and self._drain.failing:
+            return True
+        limits = [(usage.total_bytes, budget.disk_bytes), *((used, budget.tenant_bytes) for used in tenants.values())]
+        return any(limit and used > 0.9 * limit for used, limit in limits)
+
+    def _ttl_due(self, ttl_s: float) -> bool:
+        """Whether sessions' age is to be looked at again, which reads every base: twenty times within the time they may live."""
+        if not ttl_s or time.monotonic() - self._aged_at < ttl_s / 20:
+            return False
+        self._aged_at = time.monotonic()
+        return True

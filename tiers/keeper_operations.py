@@ -1,0 +1,258 @@
+"""What is done to stored sessions on request, between two drains: list, pin, forget, remove, import, repair.
+
+The keeper's thread, or a command's while no keeper runs (`tiers/offline.py`).
+
+Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from tiers.base import SessionKey, session_key
+from tiers.compaction import key_of, make_base, sequences_of, session_uses
+from tiers.drain import Drain
+from tiers.errors import BadBlock
+from tiers.export import import_slice
+from tiers.group import Group
+from tiers.keys import Locked
+from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
+from tiers.repair import ASIDE, Damaged, repair_store
+from tiers.values import Pin
+
+log = structlog.get_logger()
+
+
+class Operations:
+    """On the store of a drain, whose lanes are emptied first where something is deleted or repaired."""
+
+    def __init__(self, drain: Drain) -> None:
+        self._drain = drain
+
+    def forget(
+        self, root: RootId, namespace: str, tokens: np.ndarray, session: str = "", keep_tokens: int = 0
+    ) -> dict[str, int]:
+        """Delete a token list's state, from its end up to the first block that something else needs as well.
+
+        keep_tokens  of the list's beginning: what a fork that has computed nothing yet begins with
+        """
+        self._drain.settle()
+        store = self._drain.store()
+        blocks = tails = points = 0
+        with store.group(freeing=True) as group:
+            info = group.root(root)
+            sequences = _delete_session(group, namespace, session) if session else 0
+            ends = _ends(group, live_only=not session)
+            if info is not None:
+                chain = block_chain(root, namespace, tokens, info.block_tokens)
+                packed = np.ascontiguousarray(tokens, "<i4").tobytes()
+                size = 4 * info.block_tokens
+                for at in range(len(chain) - 1, -1, -1):
+                    if at * info.block_tokens >= keep_tokens:
+                        tails += _delete_tails(group, chain[at], packed[at * size :])
+                        points += _delete_points(group, chain[at], packed[at * size :])
+                    is_kept = at == 0 or (at - 1) * info.block_tokens < keep_tokens or chain[at] in ends
+                    if is_kept or self._in_use(group, chain[at]):
+                        break
+                    if group.node(chain[at]) is not None:
+                        group.delete_block(chain[at - 1], packed[(at - 1) * size : at * size], chain[at])
+                        blocks += 1
+        self._drain.forget_tracks()
+        self._drain.owe_sync()
+        log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
+        return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
+
+    def import_slice(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One group commit of an exported file on this machine: {path, session, namespace, offset, index}. Raises BadFile, StoreFailed."""
+        with self._drain.store().group() as group:
+            done = import_slice(
+                group, Path(request["path"]), session=request["session"], namespace=request["namespace"],
+                offset=request.get("offset", 0), index=request.get("index", 0), named=self._drain.named,
+            )  # fmt: skip
+        self._drain.owe_sync()
+        if done.done:
+            self._drain.sync()
+            log.info("drain.imported", session=request["session"], path=request["path"])
+        return {"imported": msgspec.to_builtins(done)}
+
+    def repair(self, damaged: list[tuple[str, bytes]]) -> dict[str, Any]:
+        """Drop what is damaged and end what leans on it, in one group commit. Raises StoreFailed."""
+        self._drain.flush(sync=False)
+        live = frozenset(sequence for sequence, track in self._drain.tracks.items() if not track.closed)
+        with self._drain.store().group() as group:
+            things = [Damaged(kind, key) for kind, key in damaged]
+            done = repair_store(group, things, self._drain.paths.store / ASIDE, live=live)
+        self._drain.forget_tracks()
+        self._drain.sync()
+        log.warning("drain.repaired", dropped=done.dropped, kept_aside=len(done.kept_aside))
+        return {"repaired": asdict(done) | {"recompute": [part._asdict() for part in done.recompute]}}
+
+    def _in_use(self, group: Group, block: BlockId) -> bool:
+        return bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
+
+    def tenants(self) -> dict[str, dict[str, Any]]:
+        """By namespace: what it has on the disk, {kind: [count, bytes]}, the total and its limit. Raises StoreFailed."""
+        store = self._drain.store()
+        usage = store.usage()
+        with store.snapshot() as view:
+            names = {chain: tenant.namespace for chain, tenant in view.tenants()}
+        found: dict[str, dict[str, Any]] = {}
+        for (chain, kind), (count, size) in usage.items():
+            kinds = found.setdefault(
+                names.get(chain, ""), {"bytes": 0, "limit": self._drain.settings.tenant_budget_bytes}
+            )
+            entry = kinds.setdefault(kind, [0, 0])
+            entry[0] += count
+            entry[1] += size
+            kinds["bytes"] += size
+        return found
+
+    def sessions(self, namespace: str | None = None, session: str | None = None) -> list[dict[str, Any]]:
+        """Every stored session (or those that match): how far it is and what it takes. Raises StoreFailed."""
+        found: dict[SessionKey, dict[str, Any]] = {}
+        with self._drain.store().snapshot() as view:
+            stored = sequences_of(view, self._drain.now())
+            for use in session_uses(view, self._drain.now()):
+                if namespace in (None, use.namespace) and session in (None, use.session):
+                    base = view.base(use.key)
+                    found[use.key] = {
+                        "namespace": use.namespace, "session": use.session, "stream": use.stream,
+                        "root": base.root.hex() if base else "", "stored": base.position if base else 0,
+                        "captured": base.position if base else 0, "points": len(base.points) if base else 0,
+                        "bytes": use.bytes, "used_ms": use.used_ms, "live": use.live, "pinned": use.pinned,
+                        "compacted": base is not None, "sequences": 0, "epoch": base.epoch if base else 0,
+                    }  # fmt: skip
+        for one in stored:
+            entry = found.get(key_of(one.progress))
+            if entry is not None:
+                track = self._drain.tracks.get(one.id)
+                entry["sequences"] += 1
+                entry["root"] = one.progress.root.hex()
+                entry["stored"] = max(entry["stored"], one.progress.position)
+                entry["captured"] = max(entry["captured"], track.position if track else one.progress.position)
+                entry["epoch"] = max(entry["epoch"], one.progress.epoch)
+        return sorted(found.values(), key=lambda entry: -entry["used_ms"])
+
+    def pin(self, namespace: str, session: str, pinned: bool) -> None:
+        """Never evict a session, or let it be evicted again. It need not be stored yet. Raises StoreFailed."""
+        key = session_key(namespace, session)
+        with self._drain.store().group(freeing=True) as group:
+            if pinned:
+                group.put_pin(key, Pin(namespace, session))
+            else:
+                group.delete_pin(key)
+        self._drain.owe_sync()
+
+    def remove(self, namespace: str, session: str, *, force: bool, dry_run: bool) -> dict[str, int]:
+        """Delete a session and what only it needs. Raises ValueError (it is live, and not `force`), StoreFailed."""
+        self._drain.settle()
+        key, lists = session_key(namespace, session), list[tuple[RootId, bytes]]()
+        with self._drain.store().snapshot() as view:
+            base = view.base(key)
+            if base is not None:
+                lists.append((RootId(base.root), base.tokens))
+            for one in sequences_of(view, self._drain.now()):
+                if key_of(one.progress) == key:
+                    if one.live and not force:
+                        raise ValueError(f"session {session} is live: end its streams first")
+                    made = make_base(view, one.id, one.progress)
+                    if made is not None:
+                        lists.append((RootId(made.root), made.tokens))
+        if dry_run:
+            return {"token_lists": len(lists)}
+        deleted: Counter[str] = Counter()
+        for root, tokens in lists:
+            deleted.update(self.forget(root, namespace, np.frombuffer(tokens, "<i4"), session))
+        self.pin(namespace, session, False)
+        return dict(deleted)
+
+    def drop_locked(self) -> dict[str, int]:
+        """Remove the names of what is sealed with keys that aren't there: the next collection frees the rest. Raises StoreFailed."""
+        self._drain.settle()
+        dropped: Counter[str] = Counter()
+        with self._drain.store().group(freeing=True) as group:
+            for key in [key for key, _ in group.scan_raw("sequences")]:
+                if _is_locked(group, "sequences", key):
+                    group.delete_sequence(SequenceId(key))
+                    dropped["sequences"] += 1
+            for key in [key for key, _ in group.scan_raw("bases")]:
+                if _is_locked(group, "bases", key):
+                    group.delete_base(SessionKey(key))
+                    dropped["bases"] += 1
+        self._drain.owe_sync()
+        log.warning("drain.dropped_locked", **dropped)
+        return dict(dropped)
+
+
+def _delete_tails(group: Group, parent: BlockId, rest: bytes) -> int:
+    """Delete the unfinished blocks after `parent` that say the same as `rest`, as far as both go."""
+    by_sequence: dict[SequenceId, list[Any]] = {}
+    for piece in group.tails(parent):
+        by_sequence.setdefault(piece.sequence, []).append(piece)
+    deleted = 0
+    for pieces in by_sequence.values():
+        tokens = b"".join(piece.tokens for piece in pieces)
+        if rest.startswith(tokens) or tokens.startswith(rest):
+            for piece in pieces:
+                group.delete_tail(piece.key)
+                deleted += 1
+    return deleted
+
+
+def _delete_points(group: Group, parent: BlockId, rest: bytes) -> int:
+    """Delete the rollback points in the block after `parent` that stand within `rest`."""
+    deleted = 0
+    for key, _ in group.points(parent):
+        count = int.from_bytes(key[16:20], "big")
+        if 4 * count <= len(rest) and point_id(parent, rest[: 4 * count]) == key[20:]:
+            group.delete_point(key)
+            deleted += 1
+    return deleted
+
+
+def _is_locked(group: Group, database: str, key: bytes) -> bool:
+    """Whether a value is sealed with a key that isn't there."""
+    try:
+        group.keys.open(database, key, group.raw(database, key))
+    except Locked:
+        return True
+    except BadBlock:
+        pass
+    return False
+
+
+def _ends(group: Group, *, live_only: bool) -> set[BlockId]:
+    """Last whole blocks of what is stored: of every sequence (or of those only that aren't closed) and of every base."""
+    ends: set[BlockId] = set()
+    for _, raw in group.scan("sequences"):
+        progress = group.decode_progress(raw)
+        if not (live_only and progress.closed):
+            ends.add(BlockId(progress.parent))
+    for key, _ in group.scan("bases"):
+        try:
+            base = group.base(SessionKey(key))
+        except BadBlock:
+            continue
+        if base is not None and base.blocks:
+            ends.add(BlockId(base.blocks[-16:]))
+    return ends
+
+
+def _delete_session(group: Group, namespace: str, session: str) -> int:
+    """Delete the sequence records that name a session, and its base."""
+    group.delete_base(session_key(namespace, session))
+    found = []
+    for key, raw in group.scan("sequences"):
+        progress = group.decode_progress(raw)
+        if progress.session == session and progress.namespace == namespace:
+            found.append(SequenceId(key))
+    for sequence in found:
+        group.delete_sequence(sequence)
+    return len(found)

@@ -1,0 +1,118 @@
+"""The store's file and directory: made and switched so that a crash never leaves half of one, and LMDB's errors translated.
+
+Source: docs/log-format.md
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import structlog
+
+from tiers import failpoints, whole_file
+from tiers.errors import StoreFailed
+
+log = structlog.get_logger()
+
+FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """LMDB's errors become StoreFailed, here and nowhere else."""
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise StoreFailed("the store's map is full", where=str(path), cause="store_map_bytes is used up") from error
+    except lmdb.Error as error:
+        raise StoreFailed("the store can't be used", where=str(path), cause=str(error)) from error
+
+
+def reach(failpoint: str) -> None:
+    """A failpoint whose error looks like one of LMDB's."""
+    try:
+        failpoints.reach(failpoint)
+    except OSError as error:
+        raise lmdb.DiskError(str(error)) from error
+
+
+@contextmanager
+def opening(path: Path, mode: int) -> Iterator[None]:
+    """Hold the store's directory while its files are opened (LOCK_SH) or switched (LOCK_EX)."""
+    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, mode)
+        yield
+    finally:
+        os.close(directory)
+
+
+def extended(env: Any, path: Path) -> None:
+    """After a commit: give the file its full length. Raises StoreFailed."""
+    try:
+        whole_file.extend(env, path)
+    except OSError as error:
+        raise StoreFailed("the store's file can't be extended", where=str(path), cause=str(error)) from error
+
+
+def check_disk(path: Path) -> None:
+    """Raise StoreFailed if the disk is nearly full."""
+    try:
+        free = os.statvfs(path)
+    except OSError as error:
+        raise StoreFailed("the store's directory can't be reached", where=str(path), cause=str(error)) from error
+    if free.f_bavail * free.f_frsize < FREE_DISK_RESERVE_BYTES:
+        cause = f"less than {FREE_DISK_RESERVE_BYTES >> 20} MB are free"
+        raise StoreFailed("the disk is full", where=str(path), cause=cause)
+
+
+def create(path: Path) -> None:
+    """A new store gets its name when it can be opened, so that a loss of power never leaves half of one. Raises OSError, StoreFailed."""
+    if (path / "data.mdb").exists():
+        return
+    draft = path / "new"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700)
+    with translated(path):
+        env = lmdb.open(str(draft), mode=0o600)
+        env.sync(True)
+        env.close()
+    os.rename(draft / "data.mdb", path / "data.mdb")
+    sync_file(path)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file, or a directory's names, onto the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+        if path.is_file():
+            sync_file(path.parent)
+    finally:
+        os.close(file)
+
+
+def boot_id() -> str:
+    """Another one after every start of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def set_aside_damaged(path: Path, unsafe: Path) -> None:
+    """A store that was being written without fsync when the machine went down can't be trusted: start an empty one."""
+    if not unsafe.exists() or unsafe.read_text() == boot_id():
+        return
+    aside = path / "damaged"
+    aside.mkdir(exist_ok=True)
+    for name in ("data.mdb", "lock.mdb"):
+        if (path / name).exists():
+            (path / name).replace(aside / name)
+    unsafe.unlink()
+    log.warning("store.set_aside", path=str(aside), reason="the machine stopped before an unsynced store was synced")
