@@ -449,36 +449,38 @@ def test_any_history_keeps_the_newest_of_every_session(world: World, data: st.Da
     """Against a model: after any mix of answers, live sequences and compactions, every session's newest list is whole."""
     space = engine = f"e{next(EXAMPLES)}"
     lane, drain = world.lane(engine), Drain(world.paths, world.settings)
-    newest: dict[str, np.ndarray] = {}
-    open_now: set[str] = set()
-    for turn in range(data.draw(st.integers(1, 7))):
-        session = data.draw(st.sampled_from("abc"))
-        if session in open_now:
-            continue
-        base = newest[data.draw(st.sampled_from(sorted(newest)))] if newest else some_tokens(40, seed=3)
-        shared = data.draw(st.integers(0, len(base)))
-        tokens = np.concatenate([base[:shared], some_tokens(data.draw(st.integers(1, 30)), seed=100 + turn)])
-        start = restorable(world, drain, tokens, space) // BLOCK * BLOCK
-        name = f"{space}-{turn}"
-        world.capture(lane, name, tokens, [len(tokens)], start=start, session=session, namespace=space)
-        if data.draw(st.booleans()):
-            lane.append_close(sequence(name), 1, len(tokens))
-        else:
-            open_now.add(session)
-        newest[session] = tokens
-        if data.draw(st.booleans()):
+    try:
+        newest: dict[str, np.ndarray] = {}
+        open_now: set[str] = set()
+        for turn in range(data.draw(st.integers(1, 7))):
+            session = data.draw(st.sampled_from("abc"))
+            if session in open_now:
+                continue
+            base = newest[data.draw(st.sampled_from(sorted(newest)))] if newest else some_tokens(40, seed=3)
+            shared = data.draw(st.integers(0, len(base)))
+            tokens = np.concatenate([base[:shared], some_tokens(data.draw(st.integers(1, 30)), seed=100 + turn)])
+            start = restorable(world, drain, tokens, space) // BLOCK * BLOCK
+            name = f"{space}-{turn}"
+            world.capture(lane, name, tokens, [len(tokens)], start=start, session=session, namespace=space)
+            if data.draw(st.booleans()):
+                lane.append_close(sequence(name), 1, len(tokens))
+            else:
+                open_now.add(session)
+            newest[session] = tokens
+            if data.draw(st.booleans()):
+                drain.flush(sync=True)
+            if data.draw(st.booleans()):
+                compact(drain)
+        for _ in range(2):
+            for tokens in newest.values():
+                assert restorable(world, drain, tokens, space) == len(tokens)
+            check_usage(drain)
             drain.flush(sync=True)
-        if data.draw(st.booleans()):
             compact(drain)
-    for _ in range(2):
-        for tokens in newest.values():
-            assert restorable(world, drain, tokens, space) == len(tokens)
-        check_usage(drain)
-        drain.flush(sync=True)
-        compact(drain)
-    drain.close()
-    lane.close()
-    Path(world.paths.lane(engine)).unlink()
+    finally:  # also of an example that is given up in the middle of its draws
+        drain.close()
+        lane.close()
+        Path(world.paths.lane(engine)).unlink()
 
 
 def test_layout_of_nothing_is_compacted(world: World, drain: Drain) -> None:
