@@ -1,4 +1,4 @@
-"""The drain: moves records from all lanes into the store, in group commits. Stage *drain*; the keeper's only thread, no torch.
+"""The drain: moves records from all lanes into the store, in group commits. Stage *drain*; the keeper's main thread, no torch.
 
 A lane's tail moves only after its records are committed and synced, and taking a record twice changes nothing: killed
 at any instruction, the next keeper goes on. A full disk or map costs durability, never the process: records wait in the lanes.
@@ -167,10 +167,14 @@ class Drain:
         started = time.monotonic()
         counts = Counter(self.counts)
         try:
-            with store.group() as group:
+            with self._sealing.ahead as ahead, store.group() as group:
                 for lane, header in batch.records:
                     self._sealing.take(group, lane, header)
                 self._sealing.store_tails(group, all_tails and not batch.more, self._is_filling)
+                if batch.more:
+                    ahead.start(store, _select(lanes, batch.taken).records, self.tracks)
+                else:
+                    ahead.forget()
         except BaseException as error:
             self._forget_uncommitted(counts)
             if isinstance(error, StoreFailed):
@@ -216,22 +220,11 @@ class Drain:
         failpoints.reach("drain.free.after")
 
     def _choose(self, lanes: list[LaneReader]) -> Batch:
-        """Records for one group, an equal share of its bytes for each lane that has some."""
-        batch = Batch()
-        share = GROUP_BYTES // max(1, len(lanes))
+        """Records for one group. Lanes that were set aside and are drained go."""
+        starts = {lane.lane_id: self._next(lane) for lane in lanes}
+        batch = _select(lanes, starts)
         for lane in lanes:
-            taken, size = self._next(lane), 0
-            headers = lane.records(taken, GROUP_RECORDS)
-            batch.more |= len(headers) == GROUP_RECORDS
-            for header in headers:
-                if size and size + header.payload_bytes > share:
-                    batch.more = True
-                    break
-                batch.records.append((lane, header))
-                size += header.payload_bytes
-                taken = header.number + 1
-            batch.taken[lane.lane_id] = taken
-            if "~" in lane.name and not headers and lane.tail == taken:
+            if "~" in lane.name and lane.tail == starts[lane.lane_id] == batch.taken[lane.lane_id]:
                 self._remove_drained(lane)
         return batch
 
@@ -443,3 +436,22 @@ def _io_write_bytes() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)
+
+
+def _select(lanes: list[LaneReader], starts: dict[int, int]) -> Batch:
+    """Records for one group from `starts` (by lane id) on, an equal share of its bytes for each lane that has some."""
+    batch = Batch()
+    share = GROUP_BYTES // max(1, len(lanes))
+    for lane in lanes:
+        taken, size = starts[lane.lane_id], 0
+        headers = lane.records(taken, GROUP_RECORDS)
+        batch.more |= len(headers) == GROUP_RECORDS
+        for header in headers:
+            if size and size + header.payload_bytes > share:
+                batch.more = True
+                break
+            batch.records.append((lane, header))
+            size += header.payload_bytes
+            taken = header.number + 1
+        batch.taken[lane.lane_id] = taken
+    return batch

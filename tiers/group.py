@@ -1,4 +1,4 @@
-"""The store's write side: Group, one group commit in the making. Stage *drain*; the keeper's only thread.
+"""The store's write side: Group, one group commit in the making. Stage *drain*; the keeper's main thread.
 
 Values are built in one buffer that is used again and again (Scratch). Source: docs/log-format.md
 """
@@ -92,22 +92,25 @@ class Group(View):
             return False
         return True
 
-    def put_block(self, track: Track, block: Sealed) -> None:
-        """Store a block whose frame was built in `frame_buffer`."""
-        size = self._put(b"blocks", block.id, KIND_BLOCK, track, block.parent, block.token_start, block.tokens)
+    def put_block(self, track: Track, block: Sealed, value: np.ndarray | None = None) -> None:
+        """Store a block whose frame was built in `frame_buffer`, or whose whole value (uint8) is given."""
+        count = len(block.tokens) // 4
+        if value is None:
+            value = self._pack(KIND_BLOCK, track, block.parent, block.token_start, block.tokens)
+        size = self._put(track.namespace, b"blocks", block.id, value)
         self._put_child(track.namespace, block)
         tenant = chain_root(track.root, track.namespace)
         self._count_block(block.id, tenant, size)
-        node = NODE.pack(block.parent, tenant, block.token_start + len(block.tokens) // 4, 0, size)
-        self._txn.put(block.id, node + self._leading(track, len(block.tokens) // 4), db=self._db[b"nodes"])
+        node = NODE.pack(block.parent, tenant, block.token_start + count, 0, size)
+        self._txn.put(block.id, node + self._leading(track, count, value), db=self._db[b"nodes"])
 
-    def _leading(self, track: Track, count: int) -> bytes:
-        """What a node says of the rows without a window, in the value that was just built; nothing where values are sealed."""
+    def _leading(self, track: Track, count: int, value: np.ndarray) -> bytes:
+        """What a node says of the rows without a window; nothing where values are sealed."""
         groups = track.layout.leading_groups
         if not groups or self.keys.has(track.namespace):
             return b""
         size = track.layout.frame_bytes(count, groups)
-        rows = self._scratch.value(count, track.layout)[frame_offset(count) :][:size]
+        rows = value[frame_offset(count) :][:size]
         return LEADING.pack(size, xxh3_64_intdigest(rows.data), groups)
 
     def _count_block(self, block: BlockId, tenant: bytes, size: int) -> None:
@@ -148,17 +151,20 @@ class Group(View):
     def put_tail(self, track: Track, sequence: SequenceId, token_start: int, tokens: bytes) -> bytes:
         """Store a piece of the unfinished block, built in `frame_buffer`, and return its key."""
         key = track.parent + sequence + token_start.to_bytes(4, "big")
-        size = self._put(b"tails", key, KIND_TAIL, track, track.parent, token_start, tokens)
+        value = self._pack(KIND_TAIL, track, track.parent, token_start, tokens)
+        size = self._put(track.namespace, b"tails", key, value)
         self._count(chain_root(track.root, track.namespace), "tails", 1, disk_bytes(size))
         return key
 
-    def _put(
-        self, database: bytes, key: bytes, kind: int, track: Track, parent: bytes, token_start: int, tokens: bytes
-    ) -> int:
+    def _pack(self, kind: int, track: Track, parent: bytes, token_start: int, tokens: bytes) -> np.ndarray:
+        """The whole value whose frame was built in `frame_buffer`."""
         value = self._scratch.value(len(tokens) // 4, track.layout)
         pack_value(value, kind, track.root, track.block_tokens, parent, token_start, tokens)
+        return value
+
+    def _put(self, namespace: str, database: bytes, key: bytes, value: np.ndarray) -> int:
         reach("drain.put.before")
-        size = self._put_sealed(track.namespace, database.decode(), key, value.data)
+        size = self._put_sealed(namespace, database.decode(), key, value.data)
         reach("drain.put.after")
         return size
 

@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 
 from tiers import failpoints
+from tiers.ahead import Ahead
 from tiers.clock import SteadyClock
 from tiers.errors import BadBlock, BadRecord, StaleEpoch
 from tiers.group import Group
@@ -45,6 +46,7 @@ class Sealing:
         self._clock = clock
         self.tracks: dict[SequenceId, Track] = {}
         self.dirty: dict[SequenceId, Track] = {}
+        self.ahead = Ahead()
         self._waiting: dict[SequenceId, float] = {}  # since when rows of an unfinished block wait in the lane
         self.named: set[bytes] | None = None  # while blocks are being collected: ids that records name meanwhile
         self._reported: set[SequenceId] = set()
@@ -60,6 +62,7 @@ class Sealing:
         self.tracks.clear()
         self.dirty.clear()
         self._waiting.clear()
+        self.ahead.forget()
 
     def trim(self) -> None:
         """After a commit: let go of sequences that have ended, and of more than TRACKS_CACHED."""
@@ -150,7 +153,9 @@ class Sealing:
             self._report(header.sequence, "drain.orphan", f"rows without an OPEN record at {where}")
             return
         self._check_epoch(group, lane, header, track.stream)
-        if lane.frame(header).size != track.layout.frame_bytes(header.token_count):
+        if lane.frame(header, verify=not self.ahead.is_verified(lane, header)).size != track.layout.frame_bytes(
+            header.token_count
+        ):
             raise BadRecord("a frame doesn't have its layout's size", where=where)
         self.dirty[header.sequence] = track
         source = LaneRef(lane, header)
@@ -220,14 +225,16 @@ class Sealing:
         if group.good_block(block.id):
             self._counts["blocks_shared"] += 1
         else:
+            value = self.ahead.value(block)
             try:
-                self._join(group, track, block.parts, len(block.tokens) // 4)
+                if value is None:
+                    self._join(group, track, block.parts, len(block.tokens) // 4)
             except BadBlock as error:
                 self._counts["bad_blocks"] += 1
                 log.warning("drain.bad_block", error=str(error))
                 return
             failpoints.reach("drain.seal.before")
-            group.put_block(track, block)
+            group.put_block(track, block, value)
             failpoints.reach("drain.seal.after")
             self._counts["blocks_put"] += 1
         for part in block.parts:
