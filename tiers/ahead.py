@@ -7,6 +7,7 @@ the work itself where it doesn't. The thread lives no longer than a commit, and 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from tiers.layout import BlockId, SequenceId
 from tiers.store import Store
 from tiers.track import Part, Sealed, Track, open_track
 from tiers.values import KIND_BLOCK, frame_offset, pack_value
+
+PUSH_PAUSE_S = 0.001
 
 Records = list[tuple[LaneReader, RecordHeader]]
 
@@ -29,7 +32,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._ends = False
+        self._ends = threading.Event()
         self._verified: dict[tuple[int, int], RecordHeader] = {}  # by lane id and number
         self._values: dict[BlockId, tuple[list[Part], np.ndarray]] = {}
         self._buffers: list[np.ndarray] = []  # as many as a group has had blocks, used again for each
@@ -38,7 +41,7 @@ class Ahead:
         """Begin with the records of the next group. `tracks` must not change before the with-block ends."""
         self._verified.clear()
         self._values.clear()
-        self._ends = False
+        self._ends.clear()
         self._thread = threading.Thread(target=self._run, args=(store, records, tracks), name="ahead", daemon=True)
         self._thread.start()
 
@@ -48,7 +51,7 @@ class Ahead:
     def __exit__(self, *_: object) -> None:
         """End after the block at hand, and wait for that."""
         if self._thread is not None:
-            self._ends = True
+            self._ends.set()
             self._thread.join()
             self._thread = None
 
@@ -68,18 +71,28 @@ class Ahead:
         return value if parts == block.parts else None
 
     def _run(self, store: Store, records: Records, tracks: dict[SequenceId, Track]) -> None:
+        with store.writing() as push:
+            self._build_all(store, records, tracks, push)
+            while not self._ends.wait(PUSH_PAUSE_S):
+                push()
+
+    def _build_all(
+        self, store: Store, records: Records, tracks: dict[SequenceId, Track], push: Callable[[], None]
+    ) -> None:
         foreseen: dict[SequenceId, Track] = {}
         used = 0
         for lane, header in records:
+            push()
             try:
                 for track, block in self._foresee(lane, header, tracks, foreseen):
-                    if self._ends:
+                    if self._ends.is_set():
                         return
                     if self._is_new(store, block):
+                        push()
                         used += self._build(track, block, used)
             except (TierError, ValueError):
                 continue  # the drain will find the same, and say so
-            if self._ends:
+            if self._ends.is_set():
                 return
         del self._buffers[used:]
 

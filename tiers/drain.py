@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 GROUP_BYTES = 16 << 20  # commits of 4 MB and more reach the disk's speed (FACTS)
 GROUP_RECORDS = 2048
+PUSH_BYTES = 4 << 20  # a group of so many is worth a thread that has the disk begin early
 RETRY_STORE_S = 1.0
 READER_CHECK_S = 5.0
 SYNC_AT_SHARE = 0.5
@@ -171,8 +172,9 @@ class Drain:
                 for lane, header in batch.records:
                     self._sealing.take(group, lane, header)
                 self._sealing.store_tails(group, all_tails and not batch.more, self._is_filling)
-                if batch.more:
-                    ahead.start(store, _select(lanes, batch.taken).records, self.tracks)
+                following = _select(lanes, batch.taken).records if batch.more else []
+                if following or group.put_bytes >= PUSH_BYTES:
+                    ahead.start(store, following, self.tracks)
                 else:
                     ahead.forget()
         except BaseException as error:

@@ -46,6 +46,21 @@ def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:
     return goal
 
 
+SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def start_writing(file: int) -> None:
+    """Have the kernel start to write a file's dirty pages, which it may do at any time, and wait for none; no error if it can't.
+
+    file  a descriptor, of any mode
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(file, 0, 0, SYNC_FILE_RANGE_WRITE)
+
+
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _mincore.restype = ctypes.c_int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tiers.errors import OtherFormat, StoreFailed
 from tiers.group import Group, Noting, Scratch
 from tiers.keys import Keyring, Locked
 from tiers.layout import RootId, chain_root
+from tiers.pages import start_writing
 from tiers.settings import Durability
 from tiers.store_file import (
     boot_id,
@@ -209,6 +210,22 @@ class Store:
             reach("drain.sync.before")
             self._env.sync(True)
             reach("drain.sync.after")
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[], None]]:
+        """A function that has the disk begin with what a commit has written so far, from another thread while the commit goes on.
+
+        LMDB writes all pages of a commit, then waits for the disk to take them: this lets it take the first while the last are written.
+        Roots are written after that wait, so nothing is promised earlier; under `process` it does nothing.
+        """
+        if self.durability == "process":
+            yield lambda: None
+            return
+        file = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield lambda: start_writing(file)
+        finally:
+            os.close(file)
 
     def drop_dead_readers(self) -> int:
         """Free the snapshots of killed processes, which would keep old pages from being used again."""
