@@ -1,16 +1,18 @@
 """The next group commit's bytes, verified and joined while the present one waits for the disk. Stage *drain*; a thread beside the keeper's.
 
 Nothing here decides what is stored. It foresees what the next group will need; the drain uses that where it comes true, and does
-the work itself where it doesn't. The thread lives no longer than a commit, and reads lanes and a snapshot of the store only.
+the work itself where it doesn't. The thread works during commits only, and reads lanes and a snapshot of the store.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import structlog
 
 from tiers.errors import TierError
 from tiers.lane import LaneReader, LaneRef, RecordHeader, RecordType
@@ -18,6 +20,8 @@ from tiers.layout import BlockId, SequenceId
 from tiers.store import Store
 from tiers.track import Part, Sealed, Track, open_track
 from tiers.values import KIND_BLOCK, frame_offset, pack_value
+
+log = structlog.get_logger()
 
 PUSH_PAUSE_S = 0.001
 
@@ -31,7 +35,8 @@ class Ahead:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._threads = ThreadPoolExecutor(1, "ahead")  # kept: to start a thread is to wait for it
+        self._running: Future[None] | None = None
         self._ends = threading.Event()
         self._verified: dict[tuple[int, int], RecordHeader] = {}  # by lane id and number
         self._values: dict[BlockId, tuple[list[Part], np.ndarray]] = {}
@@ -42,18 +47,28 @@ class Ahead:
         self._verified.clear()
         self._values.clear()
         self._ends.clear()
-        self._thread = threading.Thread(target=self._run, args=(store, records, tracks), name="ahead", daemon=True)
-        self._thread.start()
+        self._running = self._threads.submit(self._run, store, records, tracks)
 
     def __enter__(self) -> Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
         """End after the block at hand, and wait for that."""
-        if self._thread is not None:
-            self._ends.set()
-            self._thread.join()
-            self._thread = None
+        if self._running is None:
+            return
+        self._ends.set()
+        error, self._running = self._running.exception(), None
+        if error is not None:
+            log.error("drain.ahead_failed", error=repr(error), hint="blocks are stored all the same, only slower")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is anything for the next group."""
+        return bool(self._verified)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._threads.shutdown()
 
     def forget(self) -> None:
         """Let go of everything that is ready."""
@@ -85,16 +100,19 @@ class Ahead:
             push()
             try:
                 for track, block in self._foresee(lane, header, tracks, foreseen):
-                    if self._ends.is_set():
+                    if self._is_ending():
                         return
                     if self._is_new(store, block):
                         push()
                         used += self._build(track, block, used)
             except (TierError, ValueError):
                 continue  # the drain will find the same, and say so
-            if self._ends.is_set():
+            if self._is_ending():
                 return
         del self._buffers[used:]
+
+    def _is_ending(self) -> bool:
+        return self._ends.is_set()
 
     def _foresee(
         self, lane: LaneReader, header: RecordHeader, tracks: dict[SequenceId, Track], foreseen: dict[SequenceId, Track]

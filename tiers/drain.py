@@ -32,6 +32,7 @@ from tiers.track import Track
 log = structlog.get_logger()
 
 GROUP_BYTES = 16 << 20  # commits of 4 MB and more reach the disk's speed (FACTS)
+FIRST_GROUP_BYTES = 4 << 20  # of a burst: while it is committed, more is made ready
 GROUP_RECORDS = 2048
 PUSH_BYTES = 4 << 20  # a group of so many is worth a thread that has the disk begin early
 RETRY_STORE_S = 1.0
@@ -172,7 +173,7 @@ class Drain:
                 for lane, header in batch.records:
                     self._sealing.take(group, lane, header)
                 self._sealing.store_tails(group, all_tails and not batch.more, self._is_filling)
-                following = _select(lanes, batch.taken).records if batch.more else []
+                following = _select(lanes, batch.taken, GROUP_BYTES).records if batch.more else []
                 if following or group.put_bytes >= PUSH_BYTES:
                     ahead.start(store, following, self.tracks)
                 else:
@@ -224,7 +225,7 @@ class Drain:
     def _choose(self, lanes: list[LaneReader]) -> Batch:
         """Records for one group. Lanes that were set aside and are drained go."""
         starts = {lane.lane_id: self._next(lane) for lane in lanes}
-        batch = _select(lanes, starts)
+        batch = _select(lanes, starts, GROUP_BYTES if self._sealing.ahead.is_ready else FIRST_GROUP_BYTES)
         for lane in lanes:
             if "~" in lane.name and lane.tail == starts[lane.lane_id] == batch.taken[lane.lane_id]:
                 self._remove_drained(lane)
@@ -425,6 +426,7 @@ class Drain:
                 store.close()
                 self._free()
         finally:
+            self._sealing.ahead.close()
             self._lanes.close()
 
 
@@ -440,10 +442,10 @@ def _io_write_bytes() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)
 
 
-def _select(lanes: list[LaneReader], starts: dict[int, int]) -> Batch:
+def _select(lanes: list[LaneReader], starts: dict[int, int], group_bytes: int) -> Batch:
     """Records for one group from `starts` (by lane id) on, an equal share of its bytes for each lane that has some."""
     batch = Batch()
-    share = GROUP_BYTES // max(1, len(lanes))
+    share = group_bytes // max(1, len(lanes))
     for lane in lanes:
         taken, size = starts[lane.lane_id], 0
         headers = lane.records(taken, GROUP_RECORDS)

@@ -25,8 +25,9 @@ def uses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Small groups; whether each block's value was ready. Commits are too fast here to leave time, so the drain waits for it, or never."""
     used: list[bool] = []
     monkeypatch.setattr(drain_file, "GROUP_BYTES", LAYOUT.frame_bytes(3 * BLOCK))
+    monkeypatch.setattr(drain_file, "FIRST_GROUP_BYTES", LAYOUT.frame_bytes(3 * BLOCK))
     if request.param == "ready in time":
-        monkeypatch.setattr(Ahead, "__exit__", lambda self, *_: self._thread.join() if self._thread else None)
+        monkeypatch.setattr(Ahead, "_is_ending", lambda _: False)
     else:
         monkeypatch.setattr(Ahead, "_run", lambda *_: None)
     value = Ahead.value
