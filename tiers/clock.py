@@ -14,6 +14,12 @@ class SteadyClock:
     ) -> None:
         self._monotonic_s = monotonic_s
         self._offset_s = wall_s() - monotonic_s()
+        self._stamped = 0
 
     def __call__(self) -> int:
         return int(1000 * (self._offset_s + self._monotonic_s()))
+
+    def stamp(self) -> int:
+        """The time as a mark of order: no two are equal, if need be a little ahead."""
+        self._stamped = max(self._stamped + 1, self())
+        return self._stamped

@@ -281,7 +281,7 @@ class Sealing:
             if state != track.saved:
                 before = group.progress(sequence)
                 self.synced_positions.setdefault(sequence, before.position if before is not None else 0)
-                group.put_progress(sequence, track, track.stored_position, self._clock())
+                group.put_progress(sequence, track, track.stored_position, self._clock.stamp())
                 track.saved = state
         self.dirty.clear()
 
