@@ -10,7 +10,7 @@ UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
 # Small models in tests: more torch threads only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-# Two test processes; the tests of whole systems share one of them, so that no two systems compete.
+# Unit tests run in two processes.
 SIDE_BY_SIDE := -n 2
 
 .DEFAULT_GOAL := help
@@ -30,7 +30,7 @@ serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 
 
 test: $(STAMP)  ## run the whole suite (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(SIDE_BY_SIDE) --dist loadgroup $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(ARGS)
 
 check: $(STAMP)  ## format, lint, types, unit tests; under a minute
 	@$(PY) -m ruff format --check $(CODE)

@@ -10,6 +10,9 @@ moved to the front when the end is reached (once in `window` tokens or more). Ma
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import warnings
 from dataclasses import dataclass, field
 
@@ -141,7 +144,7 @@ class Arena:
                 ranges[index] = PlaneRange(group, start, start + shape.heads)
         group_windows = [windows.index(window) for window, _ in kinds]
         groups = [
-            torch.zeros(slot_count, planes, capacities[at], dim, dtype=dtype, device=device)
+            _zeros((slot_count, planes, capacities[at], dim), dtype, device)
             for planes, at, (_, dim) in zip(plane_counts, group_windows, kinds, strict=True)
         ]
         rows = StateRows.allocate(states or [], slot_count, device)
@@ -305,6 +308,20 @@ class Arena:
         """A frame's groups as host tensors (planes, tokens, dim) that share its memory; (planes, 0, dim) where it has none."""
         views = self.layout.views(frame, token_count, groups)
         return [torch.from_numpy(view).view(group.dtype) for view, group in zip(views, self.groups, strict=True)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a host, small pages that take memory only once they are written.
+
+    torch.zeros writes them all, and numpy asks for huge pages, which make a slot its full size at its first token.
+    """
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _words(group: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.system)
-            item.add_marker(pytest.mark.xdist_group("systems"))
             # By signal, so that fixtures are torn down and no process is left.
             given = item.get_closest_marker("timeout")
             item.add_marker(pytest.mark.timeout(given.args[0] if given else 120, method="signal"), append=False)
