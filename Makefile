@@ -32,7 +32,7 @@ test: $(STAMP)  ## run the whole suite (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(ARGS)
 
-check: $(STAMP)  ## format, lint, types, unit tests; under a minute
+check: $(STAMP)  ## format, lint, types, unit tests; about three minutes on two cores
 	@$(PY) -m ruff format --check $(CODE)
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m mypy

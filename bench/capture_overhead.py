@@ -17,6 +17,7 @@ from typing import Any
 
 from bench import report
 from bench.driver import System, at_once, system
+from bench.rates import add_pairs, decoding_rate
 from bench.sse import Answer
 from bench.text import chat_prompts
 
@@ -35,10 +36,7 @@ def main() -> None:
             pairs = [
                 pair(running, chat_prompts(draw, count), tokens, on_first=index % 2 == 0) for index in range(rounds)
             ]
-            rows.details[str(count)] = pairs
-            value, baseline = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
-            ratio = report.median(order_free(pairs))
-            rows.add(report.Row(f"{count} streams", value, "tokens/s", baseline, ratio, ">= 0.98"))
+            add_pairs(rows, f"{count} streams", pairs, ">= 0.98")
     rows.finish()
 
 
@@ -46,12 +44,6 @@ def pair(running: System, prompts: list[str], tokens: int, on_first: bool) -> tu
     """(rate with capture, rate without), measured one right after the other."""
     rates = {capture: rate(running, prompts, tokens, capture) for capture in (on_first, not on_first)}
     return rates[True], rates[False]
-
-
-def order_free(pairs: list[tuple[float, float]]) -> list[float]:
-    """Ratios on / off, each from two neighbouring pairs of opposite order."""
-    ratios = [on_rate / off_rate for on_rate, off_rate in pairs]
-    return [(first * second) ** 0.5 for first, second in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
 def rate(running: System, prompts: list[str], tokens: int, capture: bool) -> float:
@@ -66,11 +58,7 @@ def rate(running: System, prompts: list[str], tokens: int, capture: bool) -> flo
         }
         return running.stream("/v1/chat/completions", body)
 
-    answers = at_once([lambda prompt=prompt: ask(prompt) for prompt in prompts])  # type: ignore[misc]
-    start = max(answer.tokens[0].at for answer in answers)
-    end = min(answer.tokens[-1].at for answer in answers)
-    count = sum(1 for answer in answers for event in answer.tokens if start < event.at <= end)
-    return count / (end - start)
+    return decoding_rate(at_once([lambda prompt=prompt: ask(prompt) for prompt in prompts]))  # type: ignore[misc]
 
 
 if __name__ == "__main__":

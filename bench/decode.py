@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.driver import System, at_once, system
+from bench.driver import System, at_once, request, system
 from bench.model import model_directory
-from bench.recovery_gap import request
 from bench.sse import Answer
 from bench.text import chat_prompts
 

@@ -17,9 +17,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from bench import report
-from bench.capture_overhead import order_free
-from bench.driver import System, at_once, system
-from bench.recovery_gap import request
+from bench.driver import System, at_once, request, system
+from bench.rates import add_pairs, decoding_rate
 from bench.sse import Answer
 
 STREAMS = (1, 4, 8)
@@ -46,17 +45,11 @@ def main() -> None:
                 pair(exact, plain, partial(decode_rate, contexts=contexts, tokens=tokens), index)
                 for index in range(rounds)
             ]
-            add(rows, f"{count} streams", pairs)
+            add_pairs(rows, f"{count} streams", pairs)
         prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(rounds)]
         pairs = [pair(exact, plain, partial(prompt_rate, prompt=prompt), index) for index, prompt in enumerate(prompts)]
-        add(rows, "prompt 2k", pairs)
+        add_pairs(rows, "prompt 2k", pairs)
     rows.finish()
-
-
-def add(rows: report.Report, case: str, pairs: list[tuple[float, float]]) -> None:
-    rows.details[case] = pairs
-    value, baseline = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
-    rows.add(report.Row(case, value, "tokens/s", baseline, report.median(order_free(pairs))))
 
 
 def pair(exact: System, plain: System, rate: Callable[[System], float], index: int) -> tuple[float, float]:
@@ -72,11 +65,7 @@ def decode_rate(running: System, contexts: list[list[int]], tokens: int) -> floa
     def ask(prompt: list[int]) -> Answer:
         return running.stream("/v1/completions", request(prompt, tokens))
 
-    answers = at_once([lambda prompt=prompt: ask(prompt) for prompt in contexts])  # type: ignore[misc]
-    start = max(answer.tokens[0].at for answer in answers)
-    end = min(answer.tokens[-1].at for answer in answers)
-    count = sum(1 for answer in answers for event in answer.tokens if start < event.at <= end)
-    return count / max(end - start, 1e-9)
+    return decoding_rate(at_once([lambda prompt=prompt: ask(prompt) for prompt in contexts]))  # type: ignore[misc]
 
 
 def prompt_rate(running: System, prompt: list[int]) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import moving, report
-from bench.driver import System, at_once, system
+from bench.driver import System, at_once, request, system
 from bench.sse import Answer
 
 ACT_AFTER_TOKENS = 6
@@ -66,7 +66,7 @@ def run(running: System, prompts: list[list[int]], tokens: int, act: Callable[[A
             if not waiting and acted.acquire(blocking=False):
                 act(answer)
 
-        body = moving.request(prompts[index], tokens)
+        body = request(prompts[index], tokens)
         return running.stream("/v1/completions", body, watch=watch, timeout_s=600.0)
 
     return at_once([lambda index=index: one(index) for index in range(len(prompts))], 900.0)  # type: ignore[misc]

@@ -456,6 +456,17 @@ def system(model: str | Path, *, name: str = "bench", **options: Any) -> Iterato
             running.close()
 
 
+def request(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a greedy completion request that tells its usage."""
+    return {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
 def at_once(calls: list[Callable[[], T]], timeout_s: float = 300.0) -> list[T]:
     """Run calls in a thread each, started together; their results in order. The first error is raised."""
     barrier = threading.Barrier(len(calls))

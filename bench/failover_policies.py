@@ -15,7 +15,7 @@ import random
 from typing import Any
 
 from bench import moving, report
-from bench.driver import System, system
+from bench.driver import System, request, system
 from bench.recovery_gap import PARTS
 
 LENGTHS = (256, 1024, 4096, 7168)
@@ -68,7 +68,7 @@ def measure(options: Any, policy: str, prompts: dict[int, list[int]]) -> dict[in
     measured = {}
     with system(options.model, name=policy, engines=engines, settings=settings) as running:
         for length, prompt in prompts.items():
-            body = moving.request(prompt, ANSWER_TOKENS)
+            body = request(prompt, ANSWER_TOKENS)
             running.stream("/v1/completions", body)  # the prompt is stored now; what follows finds it
             measured[length] = [one_kill(running, body, policy) for _ in range(kills)]
             report.say(f"  {policy} {length}: {[round(kill['gap_ms']) for kill in measured[length]]} ms")

@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 
 from bench import report
-from bench.driver import System, system, wait_for
-from bench.recovery_gap import request
+from bench.driver import System, request, system, wait_for
 from bench.sse import Answer, StreamError
 from gateway.sessions import SessionFile
 from tiers import keeper_client

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.capture_overhead import order_free
-from bench.deterministic import decode_rate
-from bench.driver import System, at_once, system
+from bench.driver import System, at_once, request, system
 from bench.model import model_directory
-from bench.recovery_gap import request
+from bench.rates import add_pairs, decoding_rate
 from bench.sse import Answer
 
 CONTEXT_TOKENS = 64
@@ -49,9 +47,10 @@ def main() -> None:
         answered(running, contexts[:1], 4, schema())  # vocabulary read, schema compiled
         for count in (1, 8):
             pairs = [both(running, contexts[:count], tokens, index) for index in range(rounds)]
-            add(rows, f"{count} stream{'s' if count > 1 else ''}", pairs)
+            case = f"{count} stream{'s' if count > 1 else ''}"
+            add_pairs(rows, case, pairs, WANTED[case])
         pairs = [beside(running, contexts, tokens, index) for index in range(rounds)]
-        add(rows, "7 beside 1", pairs)
+        add_pairs(rows, "7 beside 1", pairs, WANTED["7 beside 1"])
         fresh = [first_token_ms(running, contexts[0], schema(1 + index)) for index in range(rounds)]
         free = [first_token_ms(running, contexts[0], None) for _ in range(rounds)]
     value, baseline = report.median(fresh), report.median(free)
@@ -63,21 +62,11 @@ def main() -> None:
     rows.finish()
 
 
-def add(rows: report.Report, case: str, pairs: list[tuple[float, float]]) -> None:
-    rows.details[case] = pairs
-    value, baseline = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
-    rows.add(report.Row(case, value, "tokens/s", baseline, report.median(order_free(pairs)), WANTED[case]))
-
-
 def both(running: System, contexts: list[list[int]], tokens: int, index: int) -> tuple[float, float]:
     """(constrained rate, free rate), one right after the other, in turns."""
     rates = {}
     for constrained in (True, False) if index % 2 == 0 else (False, True):
-        rates[constrained] = (
-            rate(answered(running, contexts, tokens, schema()))
-            if constrained
-            else decode_rate(running, contexts, tokens)
-        )
+        rates[constrained] = decoding_rate(answered(running, contexts, tokens, schema() if constrained else None))
     return rates[True], rates[False]
 
 
@@ -86,7 +75,7 @@ def beside(running: System, contexts: list[list[int]], tokens: int, index: int) 
     rates = {}
     for constrained in (True, False) if index % 2 == 0 else (False, True):
         grammars = [schema() if constrained else None, *[None] * 7]
-        rates[constrained] = rate(answered(running, contexts, tokens, *grammars)[1:])
+        rates[constrained] = decoding_rate(answered(running, contexts, tokens, *grammars)[1:])
     return rates[True], rates[False]
 
 
@@ -99,14 +88,6 @@ def answered(running: System, contexts: list[list[int]], tokens: int, *grammars:
 
     each = list(grammars) * (len(contexts) if len(grammars) == 1 else 1)
     return at_once([lambda p=p, g=g: ask(p, g) for p, g in zip(contexts, each, strict=True)])  # type: ignore[misc]
-
-
-def rate(answers: list[Answer]) -> float:
-    """Tokens/s over all streams, from when the last has begun until the first has ended."""
-    start = max(answer.tokens[0].at for answer in answers)
-    end = min(answer.tokens[-1].at for answer in answers)
-    count = sum(1 for answer in answers for event in answer.tokens if start < event.at <= end)
-    return count / max(end - start, 1e-9)
 
 
 def first_token_ms(running: System, prompt: list[int], grammar: dict[str, Any] | None) -> float:

@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 from bench import moving, report
-from bench.driver import System, system
+from bench.driver import System, request, system
 from bench.sse import Answer
 
 LENGTHS = (256, 1024, 4096, 7168)
@@ -32,7 +32,7 @@ def main() -> None:
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="migration", engines=2, settings=settings) as running:
         for length in lengths:
-            body = moving.request(report.random_tokens(draw, length), ANSWER_TOKENS)
+            body = request(report.random_tokens(draw, length), ANSWER_TOKENS)
             running.stream("/v1/completions", body)
             found = [one_move(running, body) for _ in range(2 if options.quick else 8)]
             rows.details[str(length)] = found

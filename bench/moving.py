@@ -12,12 +12,6 @@ from bench.driver import System
 from bench.sse import Answer, StreamError, Watcher
 
 
-def request(prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
-    """Body of a greedy completion request."""
-    usage = {"stream_options": {"include_usage": True}}
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **usage, **more}
-
-
 def gaps_ms(answer: Answer) -> list[float]:
     """Between each token and the one before, on the client's clock; the first token has none."""
     times = [event.at for event in answer.tokens]

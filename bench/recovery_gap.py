@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from bench import report
-from bench.driver import System, system
+from bench.driver import System, request, system
 from bench.sse import Answer, StreamError
 
 LENGTHS = {256: "", 1024: "", 4096: ">= 100", 7168: ""}
@@ -80,15 +80,6 @@ def one_kill(running: System, body: dict[str, Any]) -> dict[str, float]:
         raise StreamError(f"one recovery was expected: {recoveries} {answer.describe()}")
     position = recoveries[0]["position"] - len(body["prompt"])  # first token that the new engine delivered
     return {"gap_ms": 1000 * (answer.tokens[position].at - killed[0]), **{p: recoveries[0][p] for p in PARTS}}
-
-
-def request(prompt: list[int], tokens: int) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream_options": {"include_usage": True},
-    }
 
 
 # ---------------------------------------------------------------- cold

@@ -16,14 +16,15 @@ import random
 from typing import Any
 
 from bench import report
-from bench.driver import System, system
-from bench.recovery_gap import request
+from bench.driver import System, request, system
 from bench.sse import Answer, StreamError
 from tiers import keeper_client
 
 LENGTHS = (256, 1024, 4096, 7168)
 QUICK_LENGTHS = (7168,)
 NEXT_TURN_TOKENS = 8
+# Far more than any answer takes on a busy machine.
+DEADLINE_S = 900.0
 WANTED = {"end to end 7k": ">= 150", "prompt 7k": ">= 700"}
 
 
@@ -39,7 +40,9 @@ def main() -> None:
     with system(options.model, name="empty", engines=1, settings=settings) as empty:
         cold = {length: timed(empty, prompts[length] + turns[length][0]) for length in lengths}
     with system(options.model, name="resume", engines=1, settings=settings) as running:
-        ours = {length: resumes(running, prompts[length], turns[length]) for length in lengths}
+        ours = {
+            length: resumes(running, report.length_name(length), prompts[length], turns[length]) for length in lengths
+        }
     rows.details = {"cold": cold, "resumed": ours, "next_turn_tokens": NEXT_TURN_TOKENS}
     for length in lengths:
         for case, key in (("end to end", "first_token_ms"), ("prompt", "prefill_ms")):
@@ -50,9 +53,9 @@ def main() -> None:
     rows.finish()
 
 
-def resumes(running: System, prompt: list[int], turns: list[list[int]]) -> list[dict[str, float]]:
+def resumes(running: System, case: str, prompt: list[int], turns: list[list[int]]) -> list[dict[str, float]]:
     """Store the session once, then restart everything and ask for a next turn, again and again."""
-    session = f"resume-{len(prompt)}"
+    session = "resume-" + case.replace(" ", "-")
     ask(running, prompt, session)
     measured = []
     for turn in turns:
@@ -61,9 +64,9 @@ def resumes(running: System, prompt: list[int], turns: list[list[int]]) -> list[
         running.start()
         run = timed(running, prompt + turn, session)
         if run["cached_tokens"] < len(prompt) - 1:
-            raise StreamError(f"{run['cached_tokens']} of {len(prompt)} tokens were restored")
+            raise StreamError(f"{case}: {run['cached_tokens']} of {len(prompt)} tokens were restored")
         measured.append(run)
-        report.say(f"  {len(prompt)}: {run}")
+        report.say(f"  {case}: {run}")
     return measured
 
 
@@ -81,7 +84,7 @@ def timed(running: System, prompt: list[int], session: str = "") -> dict[str, fl
 
 def ask(running: System, prompt: list[int], session: str) -> Answer:
     headers = {"X-Session-Id": session} if session else {}
-    answer = running.stream("/v1/completions", request(prompt, 2), headers=headers)
+    answer = running.stream("/v1/completions", request(prompt, 2), headers=headers, timeout_s=DEADLINE_S)
     if not answer.done or answer.error:
         raise StreamError(answer.describe())
     return answer

@@ -13,7 +13,7 @@ import random
 import threading
 
 from bench import moving, report
-from bench.driver import at_once, system
+from bench.driver import at_once, request, system
 from bench.sse import Answer
 
 PROMPT_TOKENS = 256
@@ -35,7 +35,7 @@ def main() -> None:
                 if not waiting and killed.acquire(blocking=False):
                     moving.kill_serving(running, answer)
 
-            body = moving.request(prompts[index], tokens)
+            body = request(prompts[index], tokens)
             return running.stream("/v1/completions", body, watch=watch, timeout_s=900.0)
 
         answers = at_once([lambda index=index: one(index) for index in range(count)], 1200.0)  # type: ignore[misc]

@@ -65,7 +65,6 @@ class Position:
     stored: int = 0
     durable: int = 0
     epoch: int = 0
-    ended_at: float = 0.0
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from gateway.sessions import SessionRecord
 from ops.errors import OpsError
 from ops.installation import Installation, session_file
 from tiers.base import session_key
-from tiers.export import find_stored
+from tiers.export import Found, find_stored
 from tiers.keeper_operations import Operations
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
@@ -22,7 +22,10 @@ def listed(here: Installation) -> dict[str, Any]:
     if here.gateway is not None or _nothing_on_disk(here):
         answer = dict(here.need_gateway("this list").get("/v1/sessions"))
         return {**answer, "data": _with_pins(here, answer["data"])}
-    return {"object": "list", "data": _with_pins(here, [_offline_row(here, record) for record in _records(here)])}
+    return {
+        "object": "list",
+        "data": _with_pins(here, [_offline_row(record, _stored(here, record)) for record in _records(here)]),
+    }
 
 
 def _with_pins(here: Installation, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -43,10 +46,11 @@ def view(here: Installation, session: str) -> dict[str, Any]:
     if here.gateway is not None or _nothing_on_disk(here):
         client = here.need_gateway("this session")
         row = dict(client.get(client.session_path(session)))
-        sizes = {} if _nothing_on_disk(here) else _points(here, _record(here, session))
+        sizes = {} if _nothing_on_disk(here) else _sizes(_stored(here, _record(here, session)))
         return _with_pins(here, [row | sizes])[0]
     record = _record(here, session)
-    row = {**_offline_row(here, record), "streams": record.streams, **_points(here, record)}
+    found = _stored(here, record)
+    row = {**_offline_row(record, found), "streams": record.streams, **_sizes(found)}
     return _with_pins(here, [row])[0]
 
 
@@ -77,15 +81,23 @@ def _record(here: Installation, session: str) -> SessionRecord:
     return record
 
 
-def _points(here: Installation, record: SessionRecord) -> dict[str, Any]:
-    """What the store holds of the session: bytes of rows, and the positions and bytes of its rollback points."""
+def _stored(here: Installation, record: SessionRecord) -> Found | None:
+    """What the store holds of a session's tokens."""
     with session_file(here) as file:
         tokens = np.frombuffer(file.tokens(record.session), "<i4")
+    return _find(here, record.namespace, tokens)
+
+
+def _find(here: Installation, namespace: str, tokens: np.ndarray) -> Found | None:
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:
-        found = find_stored(store, record.namespace, tokens)
+        return find_stored(store, namespace, tokens)
     finally:
         store.close()
+
+
+def _sizes(found: Found | None) -> dict[str, Any]:
+    """Bytes of stored rows, and the positions and bytes of stored rollback points."""
     if found is None:
         return {}
     layout = Layout.from_entries(found.info.layout, found.info.state_bytes)
@@ -96,15 +108,8 @@ def _points(here: Installation, record: SessionRecord) -> dict[str, Any]:
     }
 
 
-def _offline_row(here: Installation, record: SessionRecord) -> dict[str, Any]:
+def _offline_row(record: SessionRecord, found: Found | None) -> dict[str, Any]:
     """The same fields as the gateway's, as far as the disk knows them."""
-    with session_file(here) as file:
-        tokens = np.frombuffer(file.tokens(record.session), "<i4")
-    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
-    try:
-        found = find_stored(store, record.namespace, tokens)
-    finally:
-        store.close()
     durable = found.position if found is not None else 0
     return {
         "id": record.session,
@@ -128,9 +133,7 @@ def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
         assert record is not None, "looked up before"
         tokens = np.frombuffer(file.tokens(session), "<i4").astype(np.int32)
         recover(here.paths, here.config.tiers)
-        reader = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
-        found = find_stored(reader, record.namespace, tokens)
-        reader.close()
+        found = _find(here, record.namespace, tokens)
         if found is not None:
             with offline_drain(here.paths, here.config.tiers) as drain:
                 Operations(drain).forget(

@@ -7,9 +7,8 @@ for every few blocks, so that the store's file doesn't grow meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
@@ -266,8 +265,3 @@ def _tail_row(view: View, key: bytes, start: int, count: int, check: bool) -> St
     except BadBlock as error:
         return StoredRow("tail", key.hex(), start, start + count, 0, f"bad: {error.what}")
     return StoredRow("tail", key.hex(), start, start + count, size, "ok" if check else "not checked")
-
-
-def as_dict(row: Any) -> dict[str, Any]:
-    """A row for JSON."""
-    return asdict(row)

@@ -147,12 +147,10 @@ class Sealing:
             group.put_owner(key, StreamOwner(header.epoch, {**heads, lane.lane_id: header.number}))
 
     def _take_rows(self, group: Group, lane: LaneReader, header: RecordHeader) -> None:
-        where = f"{lane.path.name} record {header.number}, sequence {header.sequence.hex()}"
-        track = self._track(group, header.sequence)
+        where = _where(lane, header)
+        track = self._opened(group, lane, header, "rows")
         if track is None:
-            self._report(header.sequence, "drain.orphan", f"rows without an OPEN record at {where}")
             return
-        self._check_epoch(group, lane, header, track.stream)
         if lane.frame(header, verify=not self.ahead.is_verified(lane, header)).size != track.layout.frame_bytes(
             header.token_count
         ):
@@ -170,12 +168,10 @@ class Sealing:
             self._seal(group, track, header.sequence, block)
 
     def _take_point(self, group: Group, lane: LaneReader, header: RecordHeader) -> None:
-        where = f"{lane.path.name} record {header.number}, sequence {header.sequence.hex()}"
-        track = self._track(group, header.sequence)
+        where = _where(lane, header)
+        track = self._opened(group, lane, header, "a rollback point")
         if track is None:
-            self._report(header.sequence, "drain.orphan", f"a rollback point without an OPEN record at {where}")
             return
-        self._check_epoch(group, lane, header, track.stream)
         place = track.place(header.token_end)
         if place is None:
             text = f"a rollback point at {header.token_end}, rows at {track.position}, at {where}"
@@ -198,6 +194,15 @@ class Sealing:
         if track is not None:
             track.closed = True
             self.dirty[header.sequence] = track
+
+    def _opened(self, group: Group, lane: LaneReader, header: RecordHeader, what: str) -> Track | None:
+        """The track that a record adds `what` to; None if its sequence was never opened. Raises StaleEpoch."""
+        track = self._track(group, header.sequence)
+        if track is None:
+            self._report(header.sequence, "drain.orphan", f"{what} without an OPEN record at {_where(lane, header)}")
+            return None
+        self._check_epoch(group, lane, header, track.stream)
+        return track
 
     def _track(self, group: Group, sequence: SequenceId) -> Track | None:
         track = self.tracks.get(sequence)
@@ -294,6 +299,10 @@ class Sealing:
             key = group.put_tail(track, sequence, track.position - count, track.tokens[-4 * count :])
             track.parts[stored:] = [Part(key, count, 0, count)]
             self._counts["tails_put"] += 1
+
+
+def _where(lane: LaneReader, header: RecordHeader) -> str:
+    return f"{lane.path.name} record {header.number}, sequence {header.sequence.hex()}"
 
 
 def _lanes_of(track: Track) -> set[LaneReader]:

@@ -87,10 +87,7 @@ class View:
     def block(self, block: BlockId) -> Value:
         """A whole block, verified. Raises BadBlock."""
         where = f"block {block.hex()}"
-        raw = self._txn.get(block, db=self._db[b"blocks"])
-        if raw is None:
-            raise BadBlock("a block is gone", where=where)
-        value = unpack_value(self.keys.open("blocks", block, raw), KIND_BLOCK, where)
+        value = self._value("blocks", block, KIND_BLOCK, "a block", where)
         if block_id(value.parent, value.tokens) != block:
             raise BadBlock("a block's tokens are not those of its id", where=where)
         return value
@@ -113,13 +110,17 @@ class View:
     def tail(self, key: bytes) -> Value:
         """A piece of an unfinished block, verified. Raises BadBlock."""
         where = f"tail of sequence {key[16:32].hex()} at {int.from_bytes(key[32:], 'big')}"
-        raw = self._txn.get(key, db=self._db[b"tails"])
-        if raw is None:
-            raise BadBlock("a tail piece is gone", where=where)
-        value = unpack_value(self.keys.open("tails", key, raw), KIND_TAIL, where)
+        value = self._value("tails", key, KIND_TAIL, "a tail piece", where)
         if value.parent != key[:16] or value.token_start != int.from_bytes(key[32:], "big"):
             raise BadBlock("a tail piece is not the one that was asked for", where=where)
         return value
+
+    def _value(self, database: str, key: bytes, kind: int, what: str, where: str) -> Value:
+        """A stored value, opened and its checksum verified. Raises BadBlock."""
+        raw = self._txn.get(key, db=self._db[database.encode()])
+        if raw is None:
+            raise BadBlock(f"{what} is gone", where=where)
+        return unpack_value(self.keys.open(database, key, raw), kind, where)
 
     def best_child(self, parent: BlockId, tokens: bytes) -> tuple[BlockId, int] | None:
         """The stored block after `parent` that shares most first tokens with `tokens`, and how many; None if there is none.
@@ -280,10 +281,7 @@ class View:
     def point(self, point: PointId) -> Value:
         """A rollback point, verified; `frame` is its state. Raises BadBlock."""
         where = f"rollback point {point.hex()}"
-        raw = self._txn.get(point, db=self._db[b"states"])
-        if raw is None:
-            raise BadBlock("a rollback point is gone", where=where)
-        value = unpack_value(self.keys.open("states", point, raw), KIND_POINT, where)
+        value = self._value("states", point, KIND_POINT, "a rollback point", where)
         if point_id(value.parent, value.tokens) != point:
             raise BadBlock("a rollback point's tokens are not those of its id", where=where)
         return value

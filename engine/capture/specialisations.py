@@ -48,7 +48,7 @@ def all_handlers() -> list[HandlerSource]:
     awkward = PageShape(1536, (16 << 20) + 5, alignment=4, batch=3)
     marked = PageShape(PAGE_BYTES, 64 << 20, bitmap=True, batch=32)
     large = PageShape(65536, 128 << 20)
-    rows = [rows_8b(), window_rows(), RowShape((RowGroup(3, 6, 180, 60), RowGroup(2, 40, 800, 400)))]
+    rows = [rows_8b(), rows_70b(), window_rows(), RowShape((RowGroup(3, 6, 180, 60), RowGroup(2, 40, 800, 400)))]
     return [
         *(source.page_scanner(shape) for shape in (usual, awkward, marked, large)),
         *(source.page_applier(shape) for shape in (usual, awkward)),

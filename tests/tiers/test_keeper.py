@@ -540,7 +540,7 @@ def test_compaction_by_command(world: World) -> None:
         keeper_client.drain(socket_path)
         assert keeper_client.compact(socket_path, dry_run=True, grace_s=0).counts.get("freed_blocks", 0) == 0
         seen: list[str] = []
-        done = keeper_client.compact(socket_path, grace_s=0.1, on_progress=lambda state: seen.append(state.phase))
+        done = keeper_client.compact(socket_path, grace_s=1.0, on_progress=lambda state: seen.append(state.phase))
         assert done.finished and done.counts["folded"] == 1 and done.counts["freed_blocks"] == 3
         assert seen[-1] == "done" and "wait" in seen
         (session,) = keeper_client.sessions(socket_path)
