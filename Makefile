@@ -10,8 +10,10 @@ UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
 # Small models in tests: more torch threads only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-# Unit tests run in two processes.
+# Tests run in two processes; those of one running system in the same one (tests/system/conftest.py). One at a time: ARGS="-n 0".
 SIDE_BY_SIDE := -n 2
+# What a check at the keyboard leaves to `make test`.
+SLOW := soak or system or kinds or process
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check format demo soak bench gpu pins clean
@@ -28,15 +30,15 @@ $(STAMP): pyproject.toml constraints.txt ops/setup.sh
 serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 (ARGS="--port 9000 ...")
 	@exec $(VENV)/bin/concordia serve $(ARGS)
 
-test: $(STAMP)  ## run the whole suite (fetches the demo model the first time)
+test: $(STAMP)  ## run the whole suite, in about ten minutes on two cores (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(SIDE_BY_SIDE) --dist loadgroup $(ARGS)
 
-check: $(STAMP)  ## format, lint, types, unit tests; about three minutes on two cores
+check: $(STAMP)  ## format, lint, types, quick unit tests; under a minute on two cores
 	@$(PY) -m ruff format --check $(CODE)
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m mypy
-	@$(ONE_THREAD) $(PY) -m pytest -q -m "not soak and not system and not kinds" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -q -m "not ($(SLOW))" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
 
 format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(PY) -m ruff format $(CODE)

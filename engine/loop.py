@@ -147,6 +147,8 @@ class Engine:
     def step(self) -> None:
         """One step of what `choose` picks, its captures, and its tokens on their way."""
         action = choose(self.active, self.spent_tokens, self.prefill_chunk)
+        if action.kind == "idle" and self.last_kind != "idle":
+            self.stats_due = 0.0  # that nothing is left to do is told at once
         self.last_kind = action.kind
         self.spent_tokens = 0 if action.kind in ("decode", "idle") else self.spent_tokens + action.end - action.start
         if action.kind == "idle":

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import main
+from engine.model import load
 from tests.engine.driver import EngineDriver
+from tests.system.harness import build_tiny_model
 from tiers.drain import Drain
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
 
+load_once = cache(load)
+
 
 @pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_dir(request: pytest.FixtureRequest) -> Path:
     """Directory of the tiny seeded model."""
-    directory = tmp_path_factory.mktemp("tiny-model")
-    subprocess.run([sys.executable, "-m", "tests.system.tiny_model", str(directory)], check=True)
-    return directory
+    assert request.config.cache is not None
+    return build_tiny_model(request.config.cache.mkdir("concordia-tiny"))
 
 
 @pytest.fixture
@@ -47,7 +50,13 @@ def keeper(drain: Drain) -> Callable[[], object]:
 
 
 @pytest.fixture
-def start_engine(tiny_dir: Path, paths: Paths, drain: Drain) -> Iterator[Callable[..., EngineDriver]]:
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one test process that are started with the same settings share the module: it is loaded once."""
+    monkeypatch.setattr(main, "load", load_once)
+
+
+@pytest.fixture
+def start_engine(tiny_dir: Path, paths: Paths, drain: Drain, weights: None) -> Iterator[Callable[..., EngineDriver]]:
     """Start engines that share one data directory."""
     engines: list[EngineDriver] = []
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from engine import messages as m
@@ -16,11 +15,20 @@ from engine.adapters import read_adapter
 from engine.errors import BadRequest
 from tests.engine.driver import EngineDriver, random_tokens, submit
 
+pytestmark = pytest.mark.process
+
 Start = Callable[..., EngineDriver]
+
+
+@pytest.fixture
+def weights() -> None:
+    """Each engine has a module of its own: adapters are put into it."""
 
 
 def make_adapter(model_dir: Path, directory: Path, seed: int, **options: Any) -> str:
     """A LoRA with random weights, strong enough to change greedy answers; returns its digest."""
+    from peft import LoraConfig, get_peft_model  # takes seconds: not for those who only collect these tests
+
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     targets = options.pop("target_modules", ["q_proj", "v_proj", "down_proj"])
     tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=targets, **options))
@@ -51,6 +59,8 @@ def loaded(engine: EngineDriver, adapters: dict[str, Path]) -> EngineDriver:
 
 
 def by_peft(tiny_dir: Path, directory: Path, prompt: list[int], count: int) -> list[int]:
+    from peft import PeftModel
+
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     tuned = PeftModel.from_pretrained(model, str(directory))
     ids = torch.tensor([prompt])

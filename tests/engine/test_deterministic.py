@@ -36,6 +36,7 @@ def alone(exact: Start, prompt: list[int], count: int) -> list[tuple[int, m.Toke
     return made
 
 
+@pytest.mark.process
 def test_company_changes_no_bit(exact: Start) -> None:
     prompts = [random_tokens(seed, count) for seed, count in ((1, 300), (2, 17), (3, 600), (4, 45))]
     engine = exact()
@@ -48,6 +49,7 @@ def test_company_changes_no_bit(exact: Start) -> None:
         assert answer(engine, f"s{index}") == alone(exact, prompt, 20), f"stream {index}"
 
 
+@pytest.mark.process
 def test_a_turn_on_cached_state_equals_a_cold_one(exact: Start, keeper) -> None:
     """Also where an answer's rows, once decoded, are a prompt's rows now, and where a prompt parts in the middle of a chunk."""
     prompt = random_tokens(5, 330)
@@ -69,6 +71,7 @@ def test_a_turn_on_cached_state_equals_a_cold_one(exact: Start, keeper) -> None:
     assert answer(other, "elsewhere") == answer(engine, "turn")
 
 
+@pytest.mark.process
 def test_a_stream_whose_state_is_lost_is_computed_again_to_the_bit(exact: Start) -> None:
     prompt = random_tokens(8, 280)
     whole = alone(exact, prompt, 20)

@@ -133,6 +133,7 @@ def test_next_turn_of_a_followed_session_restores_only_what_is_new(pair) -> None
     assert not standby.engine.follower.follows
 
 
+@pytest.mark.process
 def test_released_stream_goes_on_at_another_engine_bit_for_bit(pair) -> None:  # type: ignore[no-untyped-def]
     source, target = pair
     prompt, sampling = random_tokens(7, 300), m.Sampling(temperature=1.0, seed=9)

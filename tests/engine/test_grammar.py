@@ -56,6 +56,7 @@ def test_a_random_model_gives_what_the_schema_says(start_engine: Start, tiny_dir
     assert tokens[-1] in STOP
 
 
+@pytest.mark.process
 def test_killed_at_any_token_the_answer_is_the_same(start_engine: Start) -> None:
     prompt = random_tokens(61, 70)
     whole = answered(start_engine, "reference", prompt, HOT)

@@ -39,6 +39,7 @@ def test_greedy_tokens_are_those_of_transformers(start_engine: Start, tiny_dir) 
     assert engine.started("s").verdict == "new"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drained", [False, True], ids=["lane", "disk"])
 def test_a_stream_killed_at_any_token_goes_on_with_the_same_tokens(

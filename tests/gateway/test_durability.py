@@ -72,6 +72,7 @@ async def session(world: World, **expected: Any) -> dict[str, Any]:
     return dict(await world.until(probe, 30.0))
 
 
+@pytest.mark.process
 async def test_durable_follows_captured_without_a_park(world: World, keeper: KeeperProcess) -> None:
     keeper.start()
     status, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
@@ -101,6 +102,7 @@ async def test_durable_follows_captured_without_a_park(world: World, keeper: Kee
     assert (view["captured"], view["durable"]) == (count, count), "remembered without a new question"
 
 
+@pytest.mark.process
 async def test_a_keeper_that_went_away_is_seen_everywhere(world: World, keeper: KeeperProcess) -> None:
     keeper.start()
 
@@ -143,6 +145,7 @@ def test_what_the_keeper_says_has_a_name(said: str, state: str) -> None:
     assert failing_state(said) == state
 
 
+@pytest.mark.process
 async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> None:
     small = KeeperProcess(world, store_map_bytes=1 << 20)
     try:

@@ -20,7 +20,7 @@ def close(place: Place, name: str, tokens_end: int) -> None:
     place.world.drain()
 
 
-@pytest.fixture(params=["offline", "keeper"])
+@pytest.fixture(params=["offline", pytest.param("keeper", marks=pytest.mark.process)])
 def served(request: pytest.FixtureRequest, place: Place, keeper: Callable[[], None]) -> Callable[[], None]:
     """Call it when the store is as it should be: then the keeper starts, or nobody."""
     return keeper if request.param == "keeper" else lambda: None

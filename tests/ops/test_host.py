@@ -24,7 +24,7 @@ from ops.processes import Backoff, ChildCommand
 from ops.settings import HostSettings
 from tiers.paths import Paths
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from tiers.layout import Layout, block_chain
 from tiers.settings import TierSettings
 from tiers.view import StoreReader
 
+pytestmark = pytest.mark.process
+
 BIG = Layout(((4, 16384),))  # half a megabyte a block
 BLOCKS = 32
 TOKENS = some_tokens(BLOCKS * BLOCK, seed=77)

@@ -237,6 +237,7 @@ def test_inspect_of_what_is_not_there(place: Place) -> None:
 # ---------------------------------------------------------------- beside a running keeper
 
 
+@pytest.mark.process
 def test_a_running_keeper_recovers_and_repairs_on_request(place: Place, keeper: Callable[[], None]) -> None:
     place.session("chat", TOKENS)
     damage_block(place, 2)
@@ -254,6 +255,7 @@ def test_a_running_keeper_recovers_and_repairs_on_request(place: Place, keeper: 
     assert place.world.restorable(TOKENS) == 43, "what was dropped is stored again when it is computed again"
 
 
+@pytest.mark.process
 def test_what_a_command_may_not_do_beside_a_keeper_is_refused(
     place: Place, keeper: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -318,6 +320,7 @@ def filled(place: Place) -> list[np.ndarray]:
     return conversations
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("share", [0.95, 0.5, 0.0])
 def test_a_cut_store_is_saved_as_far_as_it_can_be_read(place: Place, share: float) -> None:
     conversations = filled(place)
@@ -340,6 +343,7 @@ def test_a_cut_store_is_saved_as_far_as_it_can_be_read(place: Place, share: floa
     assert place.world.restorable(TOKENS) == len(TOKENS), "it goes on"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_pages_of_the_store_never_end_in_wrong_rows(place: Place, seed: int) -> None:
     conversations = filled(place)

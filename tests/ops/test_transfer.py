@@ -120,6 +120,7 @@ def sample_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (directory / "f").read_bytes()
 
 
+@pytest.mark.process
 def test_every_flipped_byte_is_found(sample_file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "f"
     for at in range(len(sample_file)):
@@ -130,6 +131,7 @@ def test_every_flipped_byte_is_found(sample_file: bytes, tmp_path: Path) -> None
             exported.check_exported(path)
 
 
+@pytest.mark.process
 def test_every_cut_is_found(sample_file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "f"
     for length in range(len(sample_file)):

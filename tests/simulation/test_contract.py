@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from engine import messages as m
-from tests.engine.conftest import drain, paths, start_engine, tiny_dir  # noqa: F401  fixtures
+from tests.engine.conftest import drain, paths, start_engine, tiny_dir, weights  # noqa: F401  fixtures
 from tests.engine.driver import random_tokens, submit
 from tests.gateway.fake_engine import FakeEngine
 

@@ -11,15 +11,37 @@ import pytest
 from bench.driver import DriverError, System
 from tests.system import harness
 
+# Systems that are too dear to be started once a worker, and the group of the tests that ask for them. The one with the tiny model isn't.
+GROUPS = {
+    "demo_system": "demo",
+    "reference_system": "demo",
+    "exact_system": "exact",
+    "source": "commands",
+    "warm_system": "warm",
+    "hot_system": "hot",
+}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.system)
-            # By signal, so that fixtures are torn down and no process is left.
-            given = item.get_closest_marker("timeout")
-            item.add_marker(pytest.mark.timeout(given.args[0] if given else 120, method="signal"), append=False)
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks of every test here. `make test` runs two workers, and keeps the tests of one group at one of them."""
+    item.add_marker(pytest.mark.system)
+    # By signal, so that fixtures are torn down and no process is left.
+    given = item.get_closest_marker("timeout")
+    item.add_marker(pytest.mark.timeout(given.args[0] if given else 120, method="signal"), append=False)
+    group = group_of(item)
+    if group:
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Group of a test by the system it asks for, be it by name or as a case of its parameters."""
+    assert isinstance(item, pytest.Function)
+    cases = item.callspec.params if hasattr(item, "callspec") else {}
+    named = [GROUPS[fixture] for fixture in item.fixturenames if fixture in GROUPS]
+    chosen = [str(cases[name]) for name in ("served", "any_policy") if name in cases]
+    found = {name for name in (*named, *chosen) if name != "tiny"}
+    assert len(found) <= 1, f"{item.nodeid} asks for systems of several groups: {found}"
+    return next(iter(found), "")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ANSWER_TOKENS = 48
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "seed": 20261129}
 MODES: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED}
+ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 SMALL_LANES = {"lane_bytes": 64 << 20, "lane_record_count": 1 << 14}
@@ -37,25 +39,28 @@ ONE_THREAD = {"threads": 1, "restore": "always"}
 
 def build_tiny_model(cache: Path) -> Path:
     """The tiny seeded model's directory, made once for this version of `tiny_model.py`."""
-    source = Path(__file__).with_name("tiny_model.py")
-    target = cache / hashlib.sha256(source.read_bytes()).hexdigest()[:12]
-    if not (target / "tokenizer.json").exists():
-        command = [sys.executable, "-m", "tests.system.tiny_model", str(target)]
-        done = subprocess.run(command, check=False, cwd=source.parents[2], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-    return target
+    return _built(cache, "tests.system.tiny_model", [Path(__file__).with_name("tiny_model.py")])
 
 
 def build_kind(name: str, cache: Path) -> Path:
     """Directory of the tiny model of one architecture (tests/engine/kinds.py) with a tokenizer, made once for this version."""
-    root = Path(__file__).parents[2]
-    sources = [root / "tests/engine/kinds.py", Path(__file__).with_name("tiny_model.py")]
+    sources = [ROOT / "tests/engine/kinds.py", Path(__file__).with_name("tiny_model.py")]
+    return _built(cache, "tests.engine.kinds", sources, name)
+
+
+def _built(cache: Path, module: str, sources: list[Path], *arguments: str) -> Path:
+    """What `python -m MODULE ARGUMENTS DIRECTORY` makes of these sources; a directory is whole or not there, whoever asks meanwhile."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    target = cache / f"{name}-{digest}"
-    if not (target / "tokenizer.json").exists():
-        command = [sys.executable, "-m", "tests.engine.kinds", name, str(target)]
-        done = subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+    target = cache / "-".join((*arguments, digest))
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=cache) as directory:
+            made = Path(directory) / "made"
+            command = [sys.executable, "-m", module, *arguments, str(made)]
+            done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            with contextlib.suppress(OSError):
+                made.rename(target)  # somebody else was first: theirs is the same
+    assert (target / "tokenizer.json").exists(), target
     return target
 
 

@@ -118,7 +118,7 @@ def test_queue_full_is_429_with_retry_after(tiny_model, tmp_path) -> None:  # ty
     system = System(tiny_model, tmp_path / "data", engines=1, settings=settings)
     try:
         system.start()
-        body = h.chat(system, "x", tokens=1000)
+        body = h.chat(system, "x", tokens=300)
         results = at_once([lambda: system.call("POST", h.CHAT, body) for _ in range(12)])
         statuses = [status for status, _, _ in results]
         assert 200 in statuses and 429 in statuses, statuses

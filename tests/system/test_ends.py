@@ -122,7 +122,7 @@ def test_tiny_deleted_stream_stops_and_says_so(tiny: System) -> None:
 
 
 def test_tiny_disconnect_cancels_an_anonymous_stream_but_not_a_stored_one(tiny: System) -> None:
-    body = h.chat(tiny, h.prompts(seed=94, count=1)[0], tokens=700)
+    body = h.chat(tiny, h.prompts(seed=94, count=1)[0], tokens=300)
     want = tiny.stream(h.CHAT, body)
     h.settled(tiny)
     left = tiny.stream(h.CHAT, {**body, "store": True}, stop_after=5)

@@ -69,7 +69,7 @@ def sessions(system: System) -> list[dict]:
 
 
 def test_tiny_host_agent_killed_engines_go_on_and_are_adopted(tiny: System) -> None:
-    body = h.chat(tiny, h.prompts(seed=53, count=1)[0], tokens=900)
+    body = h.chat(tiny, h.prompts(seed=53, count=1)[0], tokens=400)
     want = tiny.stream(h.CHAT, body)
     h.settled(tiny)
     before = {engine.id: engine.pid for engine in tiny.engines()}

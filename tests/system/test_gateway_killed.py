@@ -50,7 +50,7 @@ def test_demo_gateway_killed_client_resumes_by_cursor(
 
 
 def test_tiny_gateway_killed_twice_and_engine_once_in_one_answer(tiny: System) -> None:
-    body = h.chat(tiny, h.prompts(seed=74, count=1)[0], tokens=1200)
+    body = h.chat(tiny, h.prompts(seed=74, count=1)[0], tokens=400)
     want = tiny.stream(h.CHAT, body)
     h.settled(tiny)
     got = tiny.stream(h.CHAT, body, watch=h.after(20, lambda answer: tiny.signal("gateway")))

@@ -558,6 +558,7 @@ compact(drain)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "place",
     [

@@ -310,6 +310,7 @@ def ask(question, deadline_s: float = 10):  # type: ignore[no-untyped-def]
             time.sleep(0.005)
 
 
+@pytest.mark.process
 def test_lanes_may_appear_after_the_keeper(world: World) -> None:
     with keeper_process(world):
         assert keeper_client.drain(world.paths.keeper_socket) == {}
@@ -321,6 +322,7 @@ def test_lanes_may_appear_after_the_keeper(world: World) -> None:
         assert stats["blocks_put"] == 5 and stats["stored_tails"] == 1 and stats["unsynced_ms"] == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("tail_interval_ms", [0, 60_000])
 def test_killed_keepers_lose_nothing(world: World, tail_interval_ms: int) -> None:
     """Records are appended without pause while keepers are killed at random instructions, one after the other."""
@@ -352,6 +354,7 @@ def test_killed_keepers_lose_nothing(world: World, tail_interval_ms: int) -> Non
     assert world.restorable(tokens) == position > 100
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("tail_interval_ms", [0, 60_000])
 def test_everything_captured_is_restorable_at_any_moment(world: World, tail_interval_ms: int) -> None:
     """While the keeper moves it from the lane to the disk, through several laps of the ring, one finder always finds all of it."""
@@ -372,6 +375,7 @@ def test_everything_captured_is_restorable_at_any_moment(world: World, tail_inte
     finder.close()
 
 
+@pytest.mark.process
 def test_sigterm_drains_and_syncs(world: World) -> None:
     with keeper_process(world, drain_interval_ms=60_000) as process:
         lane = world.lane()
@@ -383,6 +387,7 @@ def test_sigterm_drains_and_syncs(world: World) -> None:
     assert stored(world)["blocks"] == 5
 
 
+@pytest.mark.process
 def test_keeper_survives_a_full_map_and_says_so(world: World) -> None:
     lane = world.lane()
     world.capture(lane, "a", some_tokens(800), [800])
@@ -396,6 +401,7 @@ def test_keeper_survives_a_full_map_and_says_so(world: World) -> None:
     assert world.restorable(some_tokens(800)) == 800
 
 
+@pytest.mark.process
 def test_keeper_ends_when_no_host_agent_is_left(world: World) -> None:
     world.capture(world.lane(), "a", TOKENS, [43])
     with open(world.paths.host_lock, "w") as lock:
@@ -410,6 +416,7 @@ def test_keeper_ends_when_no_host_agent_is_left(world: World) -> None:
     assert world.restorable(TOKENS) == 43
 
 
+@pytest.mark.process
 def test_second_keeper_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_file, "LOCK_WAIT_S", 0.05)
     with keeper_process(world):
@@ -417,6 +424,7 @@ def test_second_keeper_is_refused(world: World, monkeypatch: pytest.MonkeyPatch)
             Keeper(world.paths, world.settings)
 
 
+@pytest.mark.process
 def test_bad_requests_are_answered(world: World) -> None:
     with keeper_process(world):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -439,6 +447,7 @@ def test_bad_requests_are_answered(world: World) -> None:
         assert keeper_client.forget(world.paths.keeper_socket, ROOT, "default", [1])["blocks"] == 0
 
 
+@pytest.mark.process
 async def test_async_client(world: World) -> None:
     with pytest.raises(KeeperAway):
         await keeper_client.adrain(world.paths.keeper_socket)
@@ -458,6 +467,7 @@ def test_client_has_a_deadline(world: World) -> None:
             keeper_client.drain(world.paths.keeper_socket, timeout_s=0.05)
 
 
+@pytest.mark.process
 def test_tiers_import_no_torch() -> None:
     names = sorted(path.stem for path in (REPOSITORY / "tiers").glob("*.py") if path.stem != "__init__")
     check = "import sys; assert not {'torch', 'engine', 'gateway', 'ops'} & set(sys.modules)"
@@ -527,6 +537,7 @@ def test_killed_with_rows_waiting(world: World) -> None:
 # ---------------------------------------------------------------- compaction through the control socket
 
 
+@pytest.mark.process
 def test_compaction_by_command(world: World) -> None:
     lane = world.lane()
     other = TOKENS.copy()
@@ -556,6 +567,7 @@ def test_compaction_by_command(world: World) -> None:
         assert keeper_client.sessions(socket_path) == []
 
 
+@pytest.mark.process
 def test_keeper_compacts_by_itself(world: World) -> None:
     lane = world.lane()
     with keeper_process(world, compact_interval_s=0.05, compact_after_s=0.05):
@@ -568,6 +580,7 @@ def test_keeper_compacts_by_itself(world: World) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.process
 def test_one_compaction_at_a_time(world: World) -> None:
     with keeper_process(world, compact_interval_s=0):
         first = keeper_client.start_compact(world.paths.keeper_socket, grace_s=30)
@@ -586,6 +599,7 @@ with StoreReader(sys.argv[1], map_bytes=64 << 20).snapshot() as view:
 """
 
 
+@pytest.mark.process
 def test_held_snapshot_is_named_and_a_killed_one_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.capture(world.lane(), "a", TOKENS, [43])
     drain = world.drained()

@@ -236,6 +236,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_killed_writer_leaves_no_bad_record(world: World) -> None:
     """SIGKILL at a random instruction, five times: every committed record is whole, and the next writer goes on."""
     seed = int(time.time())

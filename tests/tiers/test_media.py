@@ -125,6 +125,7 @@ def start_follower(lane: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.process
 def test_reader_in_another_process_follows_without_a_lock(medium_world: tuple[World, str], tmp_path: Path) -> None:
     """The writer's flock is the only one on the lane; the reader gets nothing but a read-only mapping."""
     world, device = medium_world

@@ -145,6 +145,7 @@ for step, _ in enumerate(Shrink(drain).run()):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("place", ["compact.shrink_switch.before", "compact.shrink_switch.after", "2", "12", "20"])
 def test_killed_in_the_middle(world: World, place: str) -> None:
     drain = Drain(world.paths, world.settings)
@@ -176,6 +177,7 @@ def test_no_room_for_the_copy_is_said(world: World, monkeypatch: pytest.MonkeyPa
     drain.close()
 
 
+@pytest.mark.process
 def test_reader_in_another_process_follows_the_switch(world: World) -> None:
     """One finder all the while, here; the keeper shrinks the store in its own process, several times."""
     drain = Drain(world.paths, world.settings)

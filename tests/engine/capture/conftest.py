@@ -41,9 +41,10 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def shim_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this run keeps its compiled shims."""
-    return tmp_path_factory.mktemp("shim")
+def shim_directory(request: pytest.FixtureRequest) -> Path:
+    """Where compiled shims are kept, for other workers and later runs, too."""
+    assert request.config.cache is not None
+    return request.config.cache.mkdir("concordia-shim")
 
 
 @pytest.fixture

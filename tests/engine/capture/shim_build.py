@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,20 +42,32 @@ _SHARED = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-un
 
 def build(source: HandlerSource, directory: Path) -> ctypes.CDLL:
     """Compile and load; a library already in `directory` is loaded as it is."""
+    directory = directory / _shim_digest()
+    directory.mkdir(exist_ok=True)
     runtime = directory / "runtime.so"
     if not runtime.exists():
         compile_file(SHIM / "runtime.cpp", runtime, _SHARED)
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     library = directory / f"{source.name}-{source.digest}.so"
     if not library.exists():
-        file = library.with_suffix(".cpp")
+        file = library.with_suffix(f".{os.getpid()}.cpp")
         file.write_text(shim_source(source))
         compile_file(file, library, _SHARED)
     return ctypes.CDLL(str(library))
 
 
 def compile_file(file: Path, output: Path, options: list[str]) -> None:
-    """Run the compiler; its messages are the failure."""
-    command = [compiler(), *options, '-DCONCORDIA_HOST="device.hpp"', f"-I{SHIM}", str(file), "-o", str(output)]
+    """Run the compiler; its messages are the failure. The output is whole or not there: other processes may want it, too."""
+    unfinished = output.with_name(f"{output.name}.{os.getpid()}")
+    command = [compiler(), *options, '-DCONCORDIA_HOST="device.hpp"', f"-I{SHIM}", str(file), "-o", str(unfinished)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    unfinished.rename(output)
+
+
+@cache
+def _shim_digest() -> str:
+    """Changes with the shim's own files and with the compiler."""
+    version = subprocess.run([compiler(), "--version"], check=True, capture_output=True).stdout
+    files = [file.read_bytes() for file in sorted(SHIM.iterdir())]
+    return hashlib.sha256(b"".join([version, " ".join(_SHARED).encode(), *files])).hexdigest()[:12]

@@ -14,6 +14,8 @@ from bench.gpu import correctness, scan
 from bench.gpu.lab import Lab, Row
 from tests.engine.capture.shim_driver import ShimDriver
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def lab(shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch) -> Lab:

@@ -15,6 +15,8 @@ from engine.capture.source import OPTIONS, HandlerSource
 from engine.capture.specialisations import ARCHITECTURES, all_handlers
 from tests.engine.capture.tools import ptxas
 
+pytestmark = pytest.mark.process
+
 _MOST_REGISTERS = 128  # two blocks of 256 threads a multiprocessor
 
 
