@@ -45,8 +45,10 @@ class LowRank:
     down: torch.Tensor
     up: torch.Tensor
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(rows, tokens, in) -> (rows, tokens, out), each row by a product of its own."""
+    def __call__(self, inputs: torch.Tensor, *, by_token: bool = False) -> torch.Tensor:
+        """(rows, tokens, in) -> (rows, tokens, out), each row by a product of its own, or each token."""
+        if by_token:
+            return self(inputs.reshape(-1, 1, inputs.shape[-1])).reshape(*inputs.shape[:-1], -1)
         rows = inputs.shape[0]
         narrow = torch.bmm(inputs, self.down.expand(rows, -1, -1))
         return torch.bmm(narrow, self.up.expand(rows, -1, -1))
@@ -61,9 +63,14 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of one engine. `begin` says which rows of the next forward pass use which."""
+    """The adapters of one engine. `begin` says which rows of the next forward pass use which.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    by_token  the bits of a token must not depend on how many are computed with it (a deterministic engine)
+    """
+
+    def __init__(self, module: torch.nn.Module, *, by_token: bool = False) -> None:
+        self._by_token = by_token
+        self._digests: list[str] = []
         self._linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
         self._wrapped: set[str] = set()
         self._known: dict[str, Adapter] = {}
@@ -102,7 +109,15 @@ class Adapters:
                 log.info("adapter.unloaded", digest=digest)
 
     def begin(self, digests: list[str]) -> None:
-        """The adapter of each row of the next forward pass, "" for none."""
+        """The adapter of each row of the next step, "" for none."""
+        self._digests = digests
+        self._use(digests)
+
+    def only(self, row: int) -> None:
+        """The next forward passes are of one row of the step."""
+        self._use(self._digests[row : row + 1])
+
+    def _use(self, digests: list[str]) -> None:
         self._row_count = len(digests)
         rows: dict[str, list[int]] = {}
         for index, digest in enumerate(digests):
@@ -130,10 +145,10 @@ class Adapters:
             if low_rank is None:
                 continue
             if len(rows) == self._row_count:
-                out = out + low_rank(inputs)
+                out = out + low_rank(inputs, by_token=self._by_token)
             else:
                 index = torch.tensor(rows, device=inputs.device)
-                out = out.index_add(0, index, low_rank(inputs.index_select(0, index)))
+                out = out.index_add(0, index, low_rank(inputs.index_select(0, index), by_token=self._by_token))
         return out
 
 

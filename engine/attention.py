@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ NAME = "concordia"
 _FOLD_TOKENS = 16
 # Tokens that are computed together when an answer's bits must not depend on what else runs.
 _TILE_TOKENS = 16
+# How a deterministic engine computes (engine/exactness.py); "": as is fastest.
+Exact = Literal["", "tiles", "tokens"]
 
 
 class Span(NamedTuple):
@@ -98,15 +100,20 @@ class Options:
 
 
 class ArenaCache(ModelCache):
-    """The cache object handed to the model. `begin` sets the rows of a step, `end` finishes it; `beat` is called once a layer."""
+    """The cache object handed to the model. `begin` sets the rows of a step, `end` finishes it; `beat` is called once a layer.
+
+    exact     how a deterministic engine computes
+    row_begins  called with a row's index when a step is computed row by row, before each row's passes
+    """
 
     def __init__(
-        self, arena: Arena, beat: Callable[[], None], layers: dict[int, LayerShape], *, deterministic: bool = False
+        self, arena: Arena, beat: Callable[[], None], layers: dict[int, LayerShape], *, exact: Exact = ""
     ) -> None:
         super().__init__()
         self.arena = arena
         self.beat = beat
-        self.deterministic = deterministic
+        self.exact = exact
+        self.row_begins: Callable[[int], None] = lambda row: None
         self.derived = {index for index, shape in layers.items() if shape.derived}
         self.rows = StepRows([], [], 0)
         self._planes: dict[PlaneRange, torch.Tensor] = {}
@@ -195,16 +202,12 @@ class ArenaCache(ModelCache):
     ) -> torch.Tensor:
         """Each row over its own slot; key and value count only for layers that derive them."""
         rows, derived, plain = self.rows, layer in self.derived, options.softcap is None and options.sinks is None
-        if self.deterministic and not (plain and self.arena.append_only and not derived):
-            raise UnsupportedModel(
-                "engine.deterministic is kept for plain attention over all tokens only; this model has layers of another kind"
-            )
         outputs = []
         for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
             span = Span(start, start + rows.token_count, options.window)
-            if self.deterministic:
-                views = self.arena.key_views[slot.index][layer], self.arena.value_views[slot.index][layer]
-                outputs.append(_attend_tiles(query[row], *views, rows, span, options.scaling))
+            if self.exact == "tiles":
+                given = (key[row], value[row]) if derived else None
+                outputs.append(self._attend_tiles(layer, slot, query[row], given, span, options))
                 continue
             if derived:
                 context = span.end - span.first
@@ -222,6 +225,55 @@ class ArenaCache(ModelCache):
             else:
                 outputs.append(_attend_folded(query[row], keys, values, rows, span, options.scaling))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2)
+
+    def _attend_tiles(
+        self,
+        layer: int,
+        slot: Slot,
+        query: torch.Tensor,
+        given: tuple[torch.Tensor, torch.Tensor] | None,
+        span: Span,
+        options: Options,
+    ) -> torch.Tensor:
+        """Attention whose bits depend on a token's position and what came before it, not on the step that computes it.
+
+        A product's bits depend on its shape, not on what stands in the other rows. So tokens are computed in tiles of fixed
+        absolute positions, over all keys that any position of the tile sees, under the whole tile's mask: a decoded token, one of
+        a prefill chunk and one that is computed again after a crash pass through the same shapes. A masked key adds exact zeros.
+
+        query (query_heads, tokens, dim); given: keys and values from `span.first` on, of layers that derive them
+        Returns (1, query_heads, tokens, value_dim)
+        """
+        outputs = []
+        for begin in range(span.start // _TILE_TOKENS * _TILE_TOKENS, span.end, _TILE_TOKENS):
+            tile = Span(begin, min(begin + _TILE_TOKENS, self.arena.context_tokens), span.window)
+            low, high = max(span.start, tile.start), min(span.end, tile.end)
+            padded = query.new_zeros(query.shape[0], tile.end - tile.start, query.shape[2])
+            padded[:, low - tile.start : high - tile.start] = query[:, low - span.start : high - span.start]
+            keys, values = self._tile_rows(layer, slot, given, span, tile)
+            if options.softcap is None and options.sinks is None:
+                out = _attend_folded(padded, keys, values, self.rows, tile, options.scaling)
+            else:
+                out = _attend_scores(padded, keys, values, _mask(self.rows, tile, query.device), options)
+            outputs.append(out[:, :, low - tile.start : high - tile.start])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _tile_rows(
+        self, layer: int, slot: Slot, given: tuple[torch.Tensor, torch.Tensor] | None, span: Span, tile: Span
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (kv_heads, tile.end - tile.first, dim).
+
+        Where there are no rows nobody looks: before a window that was restored, and after the end.
+        """
+        if given is not None:
+            first = span.first - tile.first
+            return _fitted(given[0], -first, tile), _fitted(given[1], -first, tile)
+        low = tile.first - slot.bases[self.arena.layer_windows[layer]]
+        views = self.arena.key_views[slot.index][layer], self.arena.value_views[slot.index][layer]
+        high = low + tile.end - tile.first
+        if low >= 0 and high <= views[0].shape[1]:
+            return views[0][:, low:high], views[1][:, low:high]
+        return _fitted(views[0], low, tile), _fitted(views[1], low, tile)
 
     # ------------------------------------------------------------ layers with recurrent state
 
@@ -382,28 +434,12 @@ def _attend_grouped(
     )
 
 
-def _attend_tiles(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, span: Span, scaling: float | None
-) -> torch.Tensor:
-    """Attention whose bits depend on a token's position and what came before it, not on the step that computes it.
-
-    A product's bits depend on its shape, not on what stands in the other rows. So tokens are computed in tiles of fixed absolute
-    positions, over all keys up to the tile's end, under the whole tile's mask: a decoded token, one of a prefill chunk and one
-    that is computed again after a crash pass through the same shapes. A masked key adds exact zeros.
-
-    query (query_heads, tokens, dim); keys, values (kv_heads, context_tokens, dim): the whole slot
-    Returns (1, query_heads, tokens, value_dim)
-    """
-    outputs = []
-    for begin in range(span.start // _TILE_TOKENS * _TILE_TOKENS, span.end, _TILE_TOKENS):
-        tile = Span(begin, min(begin + _TILE_TOKENS, keys.shape[1]), span.window)
-        low, high = max(span.start, tile.start), min(span.end, tile.end)
-        padded = query.new_zeros(query.shape[0], tile.end - tile.start, query.shape[2])
-        padded[:, low - tile.start : high - tile.start] = query[:, low - span.start : high - span.start]
-        seen = slice(tile.first, tile.end)
-        out = _attend_folded(padded, keys[:, seen], values[:, seen], rows, tile, scaling)
-        outputs.append(out[:, :, low - tile.start : high - tile.start])
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+def _fitted(rows: torch.Tensor, low: int, tile: Span) -> torch.Tensor:
+    """Columns [low, low + the tile's) of rows (heads, columns, dim) as a copy; zeros where there are none."""
+    fitted = rows.new_zeros(rows.shape[0], tile.end - tile.first, rows.shape[2])
+    begin, end = max(0, low), min(rows.shape[1], low + fitted.shape[1])
+    fitted[:, begin - low : end - low] = rows[:, begin:end]
+    return fitted
 
 
 def _attend_folded(

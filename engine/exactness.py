@@ -1,52 +1,87 @@
-"""Prove, at the start of a deterministic engine, that a token's state has the same bits however it is computed.
+"""`--deterministic`: choose how an engine computes, so that a token's bits follow from its own tokens alone, and prove that they do.
 
-Whole chunks, odd cuts, single tokens and a batch of two must give the same rows and the same logits, to the bit. Whether they do
+Two ways. *tiles*: steps as ever, attention in tiles of fixed positions (`engine/attention.py`); for models all of whose products
+are linear layers, which compute a row alike in every batch. *tokens*: one token of one sequence a forward pass, for the rest: a
+recurrent state that is scanned in chunks, experts that compute as many rows as chose them, layers that aren't packed. Which holds
 depends on the model's own code, the dtype, and the libraries under torch, so it is tried and not believed. Main thread, once.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import structlog
 import torch
 
 from engine.arena import Arena
-from engine.attention import ArenaCache
+from engine.attention import ArenaCache, Exact
 from engine.errors import UnsupportedModel
 from engine.model import Model
 
+log = structlog.get_logger()
+
 _ODD_CUTS = (1, 2, 19, 35, 36, 37, 70)
+# Prefilled by the proof of the way `tokens`, where each of them is a pass of its own.
+_FEW_TOKENS = 8
+# Tokens that one step of the way `tokens` prefills at most, so that other streams get their turn.
+_STEP_TOKENS = 16
 
 
-def check_exact(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int) -> None:
-    """Compute one token list in two ways. Raises UnsupportedModel if a bit differs."""
-    count = min(prefill_chunk + 5, model.context_tokens)
-    chunk = min(prefill_chunk, count - 4)
+def likely_way(model: Model) -> Exact:
+    """What to try first: `tiles` unless the model has recurrent state, or weights that are no linear layer's."""
+    known = (torch.nn.Linear, torch.nn.Embedding)
+    others = (part for part in model.module.modules() if not isinstance(part, known))
+    weighs = any(weight.dim() > 1 for part in others for weight in part.parameters(recurse=False))
+    return "tokens" if model.states or weighs else "tiles"
+
+
+def step_tokens(exact: Exact, prefill_chunk: int) -> int:
+    """Most tokens of a prefill step: a whole chunk, or an even part of one where each token is a pass."""
+    if exact != "tokens":
+        return prefill_chunk
+    return next(count for count in range(min(_STEP_TOKENS, prefill_chunk), 0, -1) if prefill_chunk % count == 0)
+
+
+def make_exact(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int) -> None:
+    """Prove the way that the cache is set to, or go over to `tokens` and prove that. Raises UnsupportedModel if neither holds."""
+    differs = difference(model, arena, cache, prefill_chunk)
+    if differs and cache.exact == "tiles":
+        log.info("deterministic.tiles_differ", by=differs)
+        cache.exact = "tokens"
+        differs = difference(model, arena, cache, prefill_chunk)
+    if differs:
+        raise UnsupportedModel(
+            f"{model.name}: engine.deterministic can't be kept with dtype {str(model.dtype).removeprefix('torch.')} on "
+            f"{model.device}: the bits of an answer depend on {differs}; serve it without --deterministic, or try --dtype "
+            "float32 --device cpu"
+        )
+    log.info("deterministic.proven", way=cache.exact)
+
+
+def difference(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int) -> str:
+    """Compute one token list whole, then in odd cuts and in company: what the bits of its state or logits depend on, "" for nothing."""
+    chunk = _FEW_TOKENS if cache.exact == "tokens" else prefill_chunk
+    count = min(chunk + 5, model.context_tokens)
+    last, chunk = count - 1, min(chunk, count - 4)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, model.vocab_count, (count,), generator=generator).tolist()
-    whole = _compute(model, arena, cache, tokens, [0, chunk, *range(chunk + 1, count + 1)], 0)
-    rows = _rows(arena, count)
-    odd = [0, *(cut for cut in _ODD_CUTS if cut < chunk), count]
-    again = _compute(model, arena, cache, tokens, odd, 0)
-    if not np.array_equal(rows, _rows(arena, count)) or not torch.equal(whole, again):
-        raise _refusal(model, "how a prompt is cut into steps")
-    if len(arena.slots) > 1:
-        alone, beside = _last_alone_and_beside(model, arena, cache, tokens)
-        if not torch.equal(alone, beside):
-            raise _refusal(model, "what runs beside it")
-
-
-def _refusal(model: Model, what: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{model.name}: engine.deterministic can't be kept with dtype {str(model.dtype).removeprefix('torch.')} on "
-        f"{model.device}: the bits of an answer depend on {what}; serve it without --deterministic, or try --dtype float32 "
-        "--device cpu"
-    )
+    try:
+        alone = _compute(model, arena, cache, tokens, [0, chunk, *range(chunk + 1, count + 1)], 0)
+        state = _state(arena, count)
+        _compute(model, arena, cache, tokens, [0, *(cut for cut in _ODD_CUTS if cut < chunk), last], 0)
+        beside = _last_in_company(model, arena, cache, tokens)
+        if not np.array_equal(_state(arena, count), state):
+            return "how a prompt is cut into steps, or what runs beside it"
+        return "" if torch.equal(alone, beside) else "what runs beside it"
+    finally:
+        for slot in arena.slots[:2]:
+            arena.forget(slot)
 
 
 def _compute(
     model: Model, arena: Arena, cache: ArenaCache, tokens: list[int], cuts: list[int], slot: int
 ) -> torch.Tensor:
-    """Feed tokens in steps that end at `cuts`; logits (1, vocab) of the last token."""
+    """Feed tokens to an empty slot in steps that end at `cuts`; logits (1, vocab) of the last token."""
+    arena.forget(arena.slots[slot])
     logits = None
     for start, end in zip(cuts, cuts[1:], strict=False):
         cache.begin([arena.slots[slot]], [start], end - start)
@@ -55,21 +90,23 @@ def _compute(
     return logits
 
 
-def _rows(arena: Arena, count: int) -> np.ndarray:
-    """State of the first `count` tokens of slot 0, uint8."""
-    frame = np.empty(arena.layout.frame_bytes(count), dtype=np.uint8)
-    arena.copy_out(arena.slots[0], 0, count, frame)
-    return frame
+def _state(arena: Arena, count: int) -> np.ndarray:
+    """State of the first `count` tokens of slot 0, rows and then the recurrent part, uint8."""
+    slot = arena.slots[0]
+    first = arena.oldest(slot)
+    frame = np.empty(arena.layout.frame_bytes(count - first), dtype=np.uint8)
+    arena.copy_out(slot, first, count, frame)
+    return np.concatenate([frame, arena.states.rows[0].cpu().numpy()])
 
 
-def _last_alone_and_beside(
-    model: Model, arena: Arena, cache: ArenaCache, tokens: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the last token, computed alone and in a batch with another sequence of another length."""
+def _last_in_company(model: Model, arena: Arena, cache: ArenaCache, tokens: list[int]) -> torch.Tensor:
+    """Logits (1, vocab) of the last token, in a batch with another sequence of another length where there is a slot for it."""
     last, other = len(tokens) - 1, len(tokens) // 2
-    alone = _compute(model, arena, cache, tokens, [last, last + 1], 0)
-    _compute(model, arena, cache, tokens[::-1], [0, other], 1)
-    cache.begin(arena.slots[:2], [last, other], 1)
-    beside = model.forward([[tokens[last]], [tokens[other]]], [last, other], cache, logits=True)
-    assert beside is not None, "asked for logits"
-    return alone, beside[:1]
+    rows, starts = [[tokens[last]]], [last]
+    if len(arena.slots) > 1:
+        _compute(model, arena, cache, tokens[::-1], [0, other], 1)
+        rows, starts = [*rows, [tokens[other]]], [*starts, other]
+    cache.begin(arena.slots[: len(rows)], starts, 1)
+    logits = model.forward(rows, starts, cache, logits=True)
+    assert logits is not None, "asked for logits"
+    return logits[:1]

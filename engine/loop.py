@@ -63,7 +63,10 @@ class Counters:
 
 @dataclass(slots=True)
 class Engine:
-    """Everything of one engine process. `run` returns when `stop()` was called or a `Shutdown` came."""
+    """Everything of one engine process. `run` returns when `stop()` was called or a `Shutdown` came.
+
+    prefill_chunk  prompts are cut at its multiples; step_tokens: most that one step prefills, a divisor of it
+    """
 
     name: str
     incarnation: int
@@ -78,6 +81,7 @@ class Engine:
     root: RootId
     block_tokens: int
     prefill_chunk: int
+    step_tokens: int
     points: Points
     keep_running: Callable[[], bool]
     grammars: Grammars
@@ -146,7 +150,7 @@ class Engine:
 
     def step(self) -> None:
         """One step of what `choose` picks, its captures, and its tokens on their way."""
-        action = choose(self.active, self.spent_tokens, self.prefill_chunk)
+        action = choose(self.active, self.spent_tokens, self.step_tokens)
         if action.kind == "idle" and self.last_kind != "idle":
             self.stats_due = 0.0  # that nothing is left to do is told at once
         self.last_kind = action.kind
@@ -256,7 +260,8 @@ class Engine:
             return
         sequence.cuts = self.points.cuts(sequence.prompt, submit.stop_tokens, self.prefill_chunk)
         if submit.grammar:
-            sequence.grammar = self.grammars.prepare(submit.grammar, submit.stop_tokens, sequence.generated)
+            ends = [token for token in submit.stop_tokens if token in self.model.stop_tokens]
+            sequence.grammar = self.grammars.prepare(submit.grammar, ends, sequence.generated)
         self.waiting.append(sequence)
 
     def _check(self, sequence: Sequence) -> None:
@@ -267,6 +272,9 @@ class Engine:
             raise BadRequest("too_long", f"{len(tokens)} tokens leave no room for an answer in a context of {context}")
         if min(tokens) < 0 or max(tokens) >= self.model.vocab_count:
             raise BadRequest("bad_token", f"token ids must lie in [0, {self.model.vocab_count})")
+        biased = sequence.submit.sampling.logit_bias
+        if biased and not 0 <= min(biased) <= max(biased) < self.model.vocab_count:
+            raise BadRequest("bad_token", f"the tokens of logit_bias must lie in [0, {self.model.vocab_count})")
         if sequence.submit.adapter and sequence.submit.adapter not in self.adapters:
             raise BadRequest("bad_adapter", "its adapter can't be loaded here; the engine's log says why")
 
@@ -614,7 +622,13 @@ class Engine:
         try:
             matcher = sequence.grammar.result() if sequence.grammar else None
             token = sample(
-                logits, submit.sampling, sequence.generated, position, matcher.allowed() if matcher else None
+                logits,
+                submit.sampling,
+                sequence.generated,
+                position,
+                matcher.allowed() if matcher else None,
+                prompt=sequence.prompt if submit.sampling.repetition_penalty != 1 else (),
+                stop_tokens=submit.stop_tokens,
             )
             if matcher and token not in submit.stop_tokens:
                 matcher.advance([token])

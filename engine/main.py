@@ -28,7 +28,7 @@ from engine.capture import Capture
 from engine.capture.device_rows import for_engine
 from engine.check import self_check
 from engine.errors import Fenced, UnsupportedModel
-from engine.exactness import check_exact
+from engine.exactness import likely_way, make_exact, step_tokens
 from engine.follow import Follower
 from engine.grammar import Grammars, warm
 from engine.link import GatewayLink
@@ -129,11 +129,11 @@ def build(
     )
     arena.prefault(options.prefault_tokens)
     page.beat()
-    cache = ArenaCache(arena, page.beat, model.layers, deterministic=options.deterministic)
+    cache = ArenaCache(arena, page.beat, model.layers, exact=likely_way(model) if options.deterministic else "")
     self_check(model, arena, cache)
     if options.deterministic:
-        check_exact(model, arena, cache, options.prefill_chunk)
-    root = model.root(arena.layout, tiers.block_tokens, deterministic=options.deterministic)
+        make_exact(model, arena, cache, options.prefill_chunk)
+    root = model.root(arena.layout, tiers.block_tokens, exact=cache.exact)
     lane = LaneWriter.open(
         paths.lane(engine),
         lane_bytes=tiers.lane_bytes,
@@ -150,6 +150,8 @@ def build(
     page.beat()
     speeds = measure(model, arena, cache)
     speeds.always_restore = options.restore == "always"
+    adapters = Adapters(model.module, by_token=options.deterministic)
+    cache.row_begins = adapters.only
     return Engine(
         name=engine,
         incarnation=incarnation,
@@ -164,9 +166,16 @@ def build(
         root=root,
         block_tokens=tiers.block_tokens,
         prefill_chunk=options.prefill_chunk,
-        points=Points(arena, options.point_tail_tokens, options.point_answer_tokens, options.points_resident),
+        step_tokens=step_tokens(cache.exact, options.prefill_chunk),
+        points=Points(
+            arena,
+            options.prefill_chunk,
+            options.point_tail_tokens,
+            options.point_answer_tokens,
+            options.points_resident,
+        ),
         keep_running=HostLease(paths.host_lock),
-        adapters=Adapters(model.module),
+        adapters=adapters,
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
         follower=Follower(arena, root, tiers.block_tokens, speeds),
         drain_s=options.drain_s,

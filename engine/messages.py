@@ -54,6 +54,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to draw the token at a position: a pure function of (logits, tokens so far, seed, position).
 
     top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off; temperature 0 is greedy.
+    logit_bias         added to the logits of these tokens, before anything else
+    repetition_penalty logits of tokens in the prompt or the answer are divided by it if positive, else multiplied; 1.0: off
+    min_tokens         tokens of the answer before a stop token may be drawn
     logprobs -1: none; 0: of the chosen token; k > 0: also of the k likeliest.
     """
 
@@ -65,6 +68,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int = -1
+    logit_bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

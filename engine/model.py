@@ -66,6 +66,8 @@ class Model:
         self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache, *, logits: bool
     ) -> torch.Tensor | None:
         """Run the rows of a step: tokens (rows, count), each row from its own position. Returns logits (rows, vocab) of the last column."""
+        if cache.exact == "tokens" and (len(tokens) > 1 or len(tokens[0]) > 1):
+            return self._token_by_token(tokens, starts, cache, logits=logits)
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs = {"input_ids": ids, "position_ids": positions, self.cache_argument: cache, "use_cache": True}
@@ -77,7 +79,20 @@ class Model:
         cache.end()
         return last
 
-    def root(self, layout: Layout, block_tokens: int, *, deterministic: bool = False) -> RootId:
+    def _token_by_token(
+        self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache, *, logits: bool
+    ) -> torch.Tensor | None:
+        """`forward`, each token in a pass of its own, so that every pass of this model has the same shape."""
+        outputs = []
+        for row, (slot, start) in enumerate(zip(cache.rows.slots, starts, strict=True)):
+            cache.row_begins(row)
+            for position, token in enumerate(tokens[row], start):
+                last = position == start + len(tokens[row]) - 1
+                cache.begin([slot], [position], 1)
+                outputs.append(self.forward([[token]], [position], cache, logits=logits and last))
+        return torch.cat([output for output in outputs if output is not None]) if logits else None
+
+    def root(self, layout: Layout, block_tokens: int, *, exact: attention.Exact = "") -> RootId:
         """Fingerprint of everything that the numbers in a frame depend on."""
         config = {k: v for k, v in self.module.config.to_dict().items() if k not in _KEYS_WITHOUT_EFFECT}
         facts = {
@@ -88,8 +103,9 @@ class Model:
             "layout": layout.groups,
             "block_tokens": block_tokens,
         }
-        if deterministic:
-            facts["deterministic"] = {"threads": torch.get_num_threads()}
+        if exact:
+            way = {"way": exact} if exact == "tokens" else {}
+            facts["deterministic"] = {"threads": torch.get_num_threads(), **way}
         if layout.windows or self.states:
             facts |= {"windows": layout.windows, "states": [(s.key, s.shape, str(s.dtype)) for s in self.states]}
         text = json.dumps(facts, sort_keys=True, default=str)

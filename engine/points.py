@@ -59,12 +59,14 @@ class Waiting:
 class Points:
     """Takes, keeps and writes the points of one engine; counters since the start of the process.
 
+    chunk_tokens   a point at its multiples in a prompt
     tail_tokens    least distance of a point before the end of a prompt
     answer_tokens  a point every so many tokens of an answer
     resident       most points kept on the device for one slot
     """
 
     arena: Arena
+    chunk_tokens: int
     tail_tokens: int
     answer_tokens: int
     resident: int
@@ -90,12 +92,14 @@ class Points:
     def after_prefill(
         self, slot: Slot, cursor: Cursor | None, position: int, prompt: Sequence[int], stop_tokens: Collection[int]
     ) -> None:
-        """A chunk ended at `position`."""
+        """A step of prefill ended at `position`."""
         kind = PointKind.CHUNK
         if position == len(prompt) or prompt[position - 1] in stop_tokens:
             kind = PointKind.MESSAGE
         elif position == tail_cut(len(prompt), self.tail_tokens):
             kind = PointKind.PROMPT_TAIL
+        elif position % self.chunk_tokens:
+            return
         self._take(slot, cursor, position, kind)
 
     def after_decode(self, slot: Slot, cursor: Cursor | None, position: int) -> None:

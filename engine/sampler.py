@@ -2,10 +2,12 @@
 
 Whoever continues a stream draws what the first engine would have drawn: the uniform number comes from Philox4x64, a
 counter-based generator (Salmon et al. 2011), keyed by the request's seed with the position as counter. Runs on the
-engine's main thread. Filters follow the field: temperature, then top-k, then top-p, then min-p.
+engine's main thread. The order is the field's (vLLM's): bias, penalties, what is barred, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -23,18 +25,29 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: torch.Tensor, sampling: Sampling, generated: list[int], position: int, allowed: torch.Tensor | None = None
+    logits: torch.Tensor,
+    sampling: Sampling,
+    generated: list[int],
+    position: int,
+    allowed: torch.Tensor | None = None,
+    *,
+    prompt: Sequence[int] = (),
+    stop_tokens: Collection[int] = (),
 ) -> int:
     """Choose a token id.
 
-    logits     (vocab,), any float dtype or device; not changed
-    generated  tokens of this answer so far, for the penalties
-    position   index that the chosen token will have in the token list
-    allowed    (vocab,) bool: the tokens that a grammar lets through; None: all
+    logits       (vocab,), any float dtype or device; not changed
+    generated    tokens of this answer so far, for the penalties and `min_tokens`
+    position     index that the chosen token will have in the token list
+    allowed      (vocab,) bool: the tokens that a grammar lets through; None: all
+    prompt       tokens before the answer, for `repetition_penalty`
+    stop_tokens  not drawn before `min_tokens`, unless the grammar lets nothing else through
     """
-    scores = _penalised(logits.float(), sampling, generated)
+    scores = _penalised(_biased(logits.float(), sampling), sampling, generated, prompt)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    if len(generated) < sampling.min_tokens and stop_tokens:
+        scores = _without(scores, stop_tokens)
     if sampling.temperature == 0:
         return int(scores.argmax())
     scores = scores / sampling.temperature
@@ -55,7 +68,31 @@ def logprobs_of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(chosen=float(values[token]), top=top)
 
 
-def _penalised(scores: torch.Tensor, sampling: Sampling, generated: list[int]) -> torch.Tensor:
+def _biased(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if not sampling.logit_bias:
+        return scores
+    ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
+    biases = torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+    return scores.index_add(0, ids, biases)
+
+
+def _without(scores: torch.Tensor, barred: Collection[int]) -> torch.Tensor:
+    """Scores with which these tokens can't be drawn; as they were if nothing else is left."""
+    ids = torch.tensor([token for token in barred if token < scores.numel()], dtype=torch.long, device=scores.device)
+    left = scores.index_fill(0, ids, -torch.inf)
+    return left if bool(torch.isfinite(left).any()) else scores
+
+
+def _repeated(scores: torch.Tensor, penalty: float, tokens: Sequence[int]) -> torch.Tensor:
+    """Keskar et al. 2019, as vLLM and transformers apply it."""
+    ids = torch.tensor(tokens, device=scores.device).unique()
+    known = scores[ids]
+    return scores.index_copy(0, ids, torch.where(known > 0, known / penalty, known * penalty))
+
+
+def _penalised(scores: torch.Tensor, sampling: Sampling, generated: list[int], prompt: Sequence[int]) -> torch.Tensor:
+    if sampling.repetition_penalty != 1 and (prompt or generated):
+        scores = _repeated(scores, sampling.repetition_penalty, [*prompt, *generated])
     if not generated or not (sampling.presence_penalty or sampling.frequency_penalty):
         return scores
     ids, counts = torch.tensor(generated, device=scores.device).unique(return_counts=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -50,39 +51,85 @@ class Admission:
     def parse(self, kind: str, body: bytes) -> Request:
         """Body -> request for a model that is served here. Raises ApiError."""
         request: Request = schema.parse_chat(body) if kind == "chat" else schema.parse_completion(body)
-        if request.model != self._model_name and request.model not in self._adapters:
-            message = f"model: there is no model {request.model!r} here; GET /v1/models lists what is served"
-            raise not_found(message, "model_not_found", "model")
+        self._check_model(request.model)
         return request
+
+    def tokenize(self, body: bytes) -> dict[str, Any]:
+        """The answer of POST /tokenize: token ids of a text, or of messages as the model's template writes them. Raises ApiError."""
+        request = schema.parse_tokenize(body)
+        self._check_model(request.model or self._model_name)
+        if request.messages is not None:
+            tokens = self._chat_tokens(request.messages, request.tools or [], request.chat_template_kwargs or {})
+        else:
+            special = request.add_special_tokens if request.add_special is None else request.add_special
+            tokens = self._codec.encode(request.prompt or request.content or "", add_special=special is not False)
+        pieces = [self._codec.token_text(token) for token in tokens]
+        listed: list[Any] = tokens
+        if request.with_pieces:
+            listed = [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]
+        answer = {"tokens": listed, "count": len(tokens), "max_model_len": self.context_tokens}
+        return {**answer, "token_strs": pieces} if request.return_token_strs else answer
+
+    def detokenize(self, body: bytes) -> dict[str, Any]:
+        """The answer of POST /detokenize: the text of token ids, special tokens shown. Raises ApiError."""
+        request = schema.parse_detokenize(body)
+        self._check_model(request.model or self._model_name)
+        self._check_tokens("tokens", request.tokens)
+        text = self._codec.decode(request.tokens, special=True)
+        return {"prompt": text, "content": text}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name and name not in self._adapters:
+            message = f"model: there is no model {name!r} here; GET /v1/models lists what is served"
+            raise not_found(message, "model_not_found", "model")
 
     def specs(self, request: Request, session_header: str | None) -> tuple[list[StreamSpec], GroupSpec | None]:
         """What the streams of a request will be functions of, and what binds them together if they are several. Raises ApiError."""
-        spec = self.spec(request, session_header)
+        firsts = self._firsts(request, session_header)
+        spec = firsts[0]
         shown, count = schema.choice_counts(request)
-        if count == 1:
-            return [spec], None
+        if count * len(firsts) == 1:
+            return firsts, None
         group = GroupSpec(
             group=new_stream_id(),
-            streams=[spec.stream, *(new_stream_id() for _ in range(count - 1))],
-            shown=shown,
+            streams=[new_stream_id() for _ in range(count * len(firsts))],
+            shown=shown * len(firsts),
             include_usage=spec.include_usage,
             streamed=spec.streamed,
             stored=spec.stored,
             session=spec.session,
             logprobs=spec.sampling.logprobs >= 0,
+            prompts=len(firsts),
         )
-        return [_choice(spec, group, index) for index in range(count)], group
+        return [
+            _choice(firsts[index // count], group, index, index % count) for index in range(len(group.streams))
+        ], group
 
-    def spec(self, request: Request, session_header: str | None) -> StreamSpec:
-        """Everything that one stream will be a function of. Raises ApiError."""
+    def _firsts(self, request: Request, session_header: str | None) -> list[StreamSpec]:
+        """For each prompt, everything that its first stream will be a function of. Raises ApiError."""
         wish = schema.wish_of(request, session_header, secrets.randbits(63))
-        tools = ToolPlan()
         if isinstance(request, ChatRequest):
             tools = self._tools(request)
-            kind, field, prompt = "chat", "messages", self._chat_prompt(request, tools)
-        else:
-            kind, field, prompt = "text", "prompt", self._text_prompt(request)
+            return [self._spec(request, wish, tools, self._chat_prompt(request, tools))]
+        prompts = [self._text_prompt(prompt) for prompt in schema.prompts_of(request)]
+        if len(prompts) > 1 and wish.session:
+            raise bad_request("session_id: a session goes on with one prompt a request", "session_id")
+        first = self._spec(request, wish, ToolPlan(), prompts[0])
+        ends = [self._max_position(len(prompt), wish, "prompt") for prompt in prompts]
+        return [
+            msgspec.structs.replace(first, prompt=pack_tokens(prompt), max_position=end)
+            for prompt, end in zip(prompts, ends, strict=True)
+        ]
+
+    def _spec(self, request: Request, wish: Wish, tools: ToolPlan, prompt: list[int]) -> StreamSpec:
+        kind, field = ("chat", "messages") if isinstance(request, ChatRequest) else ("text", "prompt")
         grammar = self._grammar(request, tools)
+        self._check_tokens("logit_bias", wish.sampling.logit_bias)
+        self._check_tokens("stop_token_ids", wish.stop_tokens)
+        if grammar and request.ignore_eos:
+            raise not_supported(
+                "ignore_eos", "ignore_eos: an answer that must match a grammar ends with it; drop one of the two"
+            )
         return StreamSpec(
             stream=new_stream_id(),
             kind=kind,
@@ -91,7 +138,7 @@ class Admission:
             prompt=pack_tokens(prompt),
             sampling=wish.sampling,
             stop=wish.stop,
-            stop_tokens=self._facts.stop_tokens,
+            stop_tokens=[*([] if request.ignore_eos else self._facts.stop_tokens), *wish.stop_tokens],
             max_position=self._max_position(len(prompt), wish, field),
             include_usage=wish.include_usage,
             streamed=wish.stream,
@@ -102,6 +149,8 @@ class Admission:
             adapter=self._adapter(request),
             tool_form=tools.form,
             tool_names=tools.names,
+            echo=isinstance(request, CompletionRequest) and bool(request.echo),
+            special=request.skip_special_tokens is False,
         )
 
     def _adapter(self, request: Request) -> str:
@@ -141,21 +190,28 @@ class Admission:
             )
 
     def _chat_prompt(self, request: ChatRequest, tools: ToolPlan) -> list[int]:
+        return self._chat_tokens(request.messages, tools.tools, request.chat_template_kwargs or {})
+
+    def _chat_tokens(
+        self, messages: list[schema.ChatMessage], tools: list[dict[str, Any]], options: dict[str, Any]
+    ) -> list[int]:
         if self._template is None or not self._codec.has_chat:
             raise no_chat_template()
-        text = self._template.render(schema.template_messages(request.messages), tools.tools)
+        text = self._template.render(schema.template_messages(messages), tools, options)
         return self._codec.encode(text, add_special=False)
 
-    def _text_prompt(self, request: CompletionRequest) -> list[int]:
-        prompt = schema.prompt_tokens(request.prompt)
+    def _text_prompt(self, prompt: str | list[int]) -> list[int]:
         tokens = self._codec.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
         if not tokens:
             raise bad_request("prompt: must hold at least one token", "prompt")
-        vocab = self._limits()[1] or self._facts.vocab_count or 1 << 31
+        self._check_tokens("prompt", tokens)
+        return tokens
+
+    def _check_tokens(self, field: str, tokens: Iterable[int]) -> None:
+        vocab = self.vocab_count
         for index, token in enumerate(tokens):
             if not 0 <= token < vocab:
-                raise bad_request(f"prompt[{index}]: token {token} is outside the vocabulary of {vocab}", "prompt")
-        return tokens
+                raise bad_request(f"{field}[{index}]: token {token} is outside the vocabulary of {vocab}", field)
 
     def _max_position(self, prompt_count: int, wish: Wish, field: str) -> int:
         """Where the list ends at the latest: what was asked for, within the context."""
@@ -177,17 +233,25 @@ class Admission:
         return self._facts.stop_tokens
 
     @property
+    def vocab_count(self) -> int:
+        """Token ids lie below it."""
+        return self._limits()[1] or self._facts.vocab_count or 1 << 31
+
+    @property
     def context_tokens(self) -> int:
         """Longest list that an engine takes."""
         return self._limits()[0] or self._facts.context_tokens or 1 << 30
 
 
-def _choice(spec: StreamSpec, group: GroupSpec, index: int) -> StreamSpec:
-    """The spec of one of several choices. The session goes on with the first; `best_of` chooses by log probability."""
+def _choice(spec: StreamSpec, group: GroupSpec, index: int, of_prompt: int) -> StreamSpec:
+    """The spec of one of several choices, the `of_prompt`th of its prompt, and so with the seed that it would have alone.
+
+    The session goes on with the first; `best_of` chooses by log probability.
+    """
     ranked = group.shown < len(group.streams)
     sampling = msgspec.structs.replace(
         spec.sampling,
-        seed=choice_seed(spec.sampling.seed, index),
+        seed=choice_seed(spec.sampling.seed, of_prompt),
         logprobs=max(spec.sampling.logprobs, 0) if ranked else spec.sampling.logprobs,
     )
     session = spec.session if index == 0 else ""

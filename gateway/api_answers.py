@@ -36,11 +36,12 @@ async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_body(request)
     specs, group_spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
-    _check_room(gateway, len(specs), len(specs[0].prompt) // 4)
+    _check_room(gateway, len(specs), sum(len(spec.prompt) for spec in specs) // 4)
     streams = [gateway.table.open(spec) for spec in specs]
     answered = gateway.groups.open(group_spec, streams) if group_spec else streams[0]
     request[STREAM] = answered.id
-    metrics.prompt_tokens.inc(streams[0].prompt_count)
+    firsts = answered.firsts if isinstance(answered, Group) else streams
+    metrics.prompt_tokens.inc(sum(stream.prompt_count for stream in firsts))
     if specs[0].session:
         gateway.sessions.begin_turn(streams[0], [stream.id for stream in streams[1:]])
     for stream in streams:
@@ -72,7 +73,7 @@ def _check_room(gateway: Gateway, count: int, prompt_tokens: int) -> None:
     if waiting + count > limit:
         raise _no_room(gateway, f"{waiting} requests wait already, at most {limit} may (gateway.max_waiting)", waiting)
     tokens, token_limit = dispatcher.waiting_tokens(), settings.max_waiting_tokens
-    if tokens + count * prompt_tokens > token_limit and waiting:
+    if tokens + prompt_tokens > token_limit and waiting:
         said = f"requests of {tokens} tokens wait already, at most {token_limit} may (gateway.max_waiting_tokens)"
         raise _no_room(gateway, said, waiting)
 

@@ -20,7 +20,17 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from gateway import api, api_adapters, api_admin, api_answers, api_moves, api_sessions, api_streams, metrics
+from gateway import (
+    api,
+    api_adapters,
+    api_admin,
+    api_answers,
+    api_moves,
+    api_sessions,
+    api_streams,
+    api_tokens,
+    metrics,
+)
 from gateway.adapters import AdapterTable, parse_setting
 from gateway.admit import Admission
 from gateway.api import GATEWAY, Gateway
@@ -189,6 +199,8 @@ def make_app(gateway: Gateway) -> web.Application:
         [
             web.post("/v1/chat/completions", api_answers.chat_completions),
             web.post("/v1/completions", api_answers.completions),
+            web.post("/tokenize", api_tokens.tokenize),
+            web.post("/detokenize", api_tokens.detokenize),
             web.get("/v1/models", api_admin.list_models),
             web.get("/v1/models/{model:.+}", api_admin.get_model),
             web.post("/v1/load_lora_adapter", api_adapters.load_adapter),

@@ -31,13 +31,28 @@ class ChatTemplate:
         self.tool_form = form_of_template(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        """Prompt text up to where the assistant's answer starts. Raises ApiError if the template refuses the messages."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        """Prompt text up to where the assistant's answer starts. Raises ApiError if the template refuses the messages.
+
+        options  the request's own variables for the template (`chat_template_kwargs`)
+        """
+        own = {"messages", "tools", "add_generation_prompt", *self._special_tokens}
+        for name in sorted(own.intersection(options or {})):
+            raise bad_request(f"chat_template_kwargs: {name} is not yours to set", "chat_template_kwargs")
         if not self._knows_tools:
             messages, tools = told_in_text(messages, tools or []), None
         try:
             return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+                **(options or {}),
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise bad_request(f"messages: the model's chat template refuses them: {error}", "messages") from error

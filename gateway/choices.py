@@ -143,10 +143,22 @@ class Group:
         return sorted(self.streams, key=_mean_logprob, reverse=True)[: self.spec.shown]
 
     def usage(self) -> dict[str, Any]:
-        """The prompt counts once, the tokens of all choices (also of those that `best_of` dropped) are added up."""
-        usage = self.streams[0].usage()
+        """A prompt counts once, the tokens of all choices (also of those that `best_of` dropped) are added up."""
+        firsts = [stream.usage() for stream in self.firsts]
+        prompt = sum(usage["prompt_tokens"] for usage in firsts)
+        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in firsts)
         completion = sum(stream.token_count for stream in self.streams)
-        return {**usage, "completion_tokens": completion, "total_tokens": usage["prompt_tokens"] + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    @property
+    def firsts(self) -> list[Stream]:
+        """The first choice of each prompt."""
+        return self.streams[:: len(self.streams) // self.spec.prompts]
 
     def concordia(self) -> dict[str, Any]:
         return {

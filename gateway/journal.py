@@ -42,6 +42,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     capture     False: its state is never written to a tier; a recovery computes it anew
     tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
     adapter     digest of the adapter that computes it, "" for the model alone
+    echo        its text begins with the prompt's; special: special tokens are part of its text
     group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
     """
 
@@ -66,6 +67,8 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_form: str = ""
     tool_names: list[str] = []
     adapter: str = ""
+    echo: bool = False
+    special: bool = False
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -147,6 +150,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """First record of a group's journal. The choices' journals lie beside it; only the order of their events is in here.
 
     shown     choices that are answered: all, or fewer for `best_of`
+    prompts   how many prompts they answer: the first choices the first one, and so on, as many each
     logprobs  the client asked for them (`best_of` needs them for itself)
     """
 
@@ -158,6 +162,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     stored: bool = False
     session: str = ""
     logprobs: bool = False
+    prompts: int = 1
 
 
 class Order(msgspec.Struct, frozen=True):

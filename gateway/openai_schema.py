@@ -18,6 +18,37 @@ from gateway.errors import ApiError, bad_request, not_supported
 STOP_COUNT_LIMIT = 16
 TOP_LOGPROBS_LIMIT = 20
 CHOICES_LIMIT = 16
+ALL_CHOICES_LIMIT = 128  # of all prompts of a request together
+BIASED_TOKENS_LIMIT = 1024
+STOP_TOKENS_LIMIT = 128
+# Fields of other servers that change the answer and aren't served, with the values that change nothing.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": (),
+    "suffix": ("",),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+}
+HINTS = {
+    "functions": "send them as tools: [{'type': 'function', 'function': …}]",
+    "function_call": "send it as tool_choice",
+    "suffix": "put the model's own fill-in-the-middle tokens into the prompt, if it knows any",
+    "repeat_penalty": "send repetition_penalty, which looks at the whole list",
+}
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
@@ -61,11 +92,33 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     capture: bool | None = None
     logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     regex: Any = None
     grammar: Any = None
-    functions: list[Any] | None = None
+    functions: Any = None
     function_call: Any = None
+    suffix: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    include_stop_str_in_output: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    repeat_penalty: Any = None
+    typical_p: Any = None
+    mirostat: Any = None
+    dry_multiplier: Any = None
+    xtc_probability: Any = None
+    dynatemp_range: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -83,6 +136,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
 
@@ -93,7 +147,6 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     best_of: int | None = None
@@ -102,12 +155,35 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
 Request = ChatRequest | CompletionRequest
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /tokenize, as vLLM takes it (`prompt` or `messages`) or llama-server (`content`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 class Wish(msgspec.Struct, frozen=True):
-    """What either form asks for, once checked. max_tokens 0: not named."""
+    """What either form asks for, once checked. max_tokens 0: not named; stop_tokens: beside the model's own."""
 
     sampling: Sampling
     seeded: bool
     stop: list[str]
+    stop_tokens: list[int]
     max_tokens: int
     include_usage: bool
     stream: bool
@@ -124,7 +200,8 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise bad_request("messages: must hold at least one message", "messages")
     if request.modalities not in (None, ["text"]):
         raise not_supported("modalities", "modalities: only ['text'] is served")
-    _refuse(request, "audio")
+    if request.audio:
+        raise not_supported("audio", "audio: is not served; leave it out")
     _check_range("max_completion_tokens", request.max_completion_tokens, 1, None)
     _check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_LIMIT)
     if request.top_logprobs is not None and not request.logprobs:
@@ -144,13 +221,25 @@ def parse_completion(body: bytes) -> CompletionRequest:
         )
     if request.stream and (request.best_of or 1) > (request.n or 1):
         raise bad_request("best_of: can't be streamed, since the best is known at the end only", "best_of")
-    if request.echo:
-        raise not_supported("echo", "echo: is not served; the prompt is not repeated")
+    if request.echo and request.logprobs is not None:
+        raise not_supported("echo", "echo: the prompt has no log probabilities here; leave logprobs out")
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
             raise not_supported(name, f"{name}: is served by /v1/chat/completions only")
-    if request.suffix:
-        raise not_supported("suffix", "suffix: is not served")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Bytes -> checked request. Raises ApiError."""
+    request: TokenizeRequest = decode(body, TokenizeRequest)
+    if sum(given is not None for given in (request.prompt, request.content, request.messages)) != 1:
+        raise bad_request("prompt: send one of prompt, content and messages", "prompt")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Bytes -> checked request. Raises ApiError."""
+    request: DetokenizeRequest = decode(body, DetokenizeRequest)
     return request
 
 
@@ -168,6 +257,7 @@ def wish_of(request: Request, session_header: str | None, random_seed: int) -> W
         sampling=_sampling(request, random_seed),
         seeded=request.seed is not None,
         stop=_stops(request.stop),
+        stop_tokens=list(request.stop_token_ids or []),
         max_tokens=next((limit for limit in limits if limit is not None), 0),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         stream=bool(request.stream),
@@ -189,18 +279,30 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return [_template_message(message, index) for index, message in enumerate(messages)]
 
 
-def prompt_tokens(prompt: str | list[Any]) -> str | list[int]:
-    """The one prompt of a completion request: text, or token ids. Lists of one prompt are unpacked."""
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a completion request, each text or token ids. Raises ApiError."""
+    prompt = request.prompt
     if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str | list):
-        return prompt_tokens(prompt[0])
-    if prompt and all(isinstance(item, str | list) for item in prompt):
-        raise not_supported("prompt", f"prompt: one prompt a request is served, got {len(prompt)}")
-    for index, item in enumerate(prompt):
+        return [prompt]
+    if not prompt or not all(isinstance(item, str | list) for item in prompt):
+        return [_token_ids(prompt, "prompt")]
+    shown, computed = choice_counts(request)
+    if len(prompt) * computed > ALL_CHOICES_LIMIT:
+        said = f"{len(prompt)} prompts of {computed} choices are more than {ALL_CHOICES_LIMIT} answers"
+        raise bad_request(f"prompt: {said}; send them in several requests", "prompt", "out_of_range")
+    if len(prompt) > 1 and computed > shown:
+        raise not_supported("best_of", "best_of: is served for one prompt a request")
+    return [
+        item if isinstance(item, str) else _token_ids(item, f"prompt[{index}]") for index, item in enumerate(prompt)
+    ]
+
+
+def _token_ids(given: list[Any], where: str) -> list[int]:
+    for index, item in enumerate(given):
         if not isinstance(item, int) or isinstance(item, bool):
-            raise bad_request(f"prompt[{index}]: expected a token id, got {_type_name(item)}", "prompt", "invalid_type")
-    return prompt
+            said = f"{where}[{index}]: expected a token id, got {_type_name(item)}"
+            raise bad_request(said, "prompt", "invalid_type")
+    return given
 
 
 def check_session_id(session: str) -> str:
@@ -276,15 +378,30 @@ def _check_common(request: Request) -> None:
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(1 << 63), (1 << 64) - 1)
     _check_range("max_tokens", request.max_tokens, 1, None)
-    for name in ("functions", "function_call", "logit_bias"):
-        _refuse(request, name)
+    _check_range("repetition_penalty", request.repetition_penalty, 0, 2, above=True)
+    _check_range("min_tokens", request.min_tokens, 0, None)
+    _check_counts(request)
+    for name, neutral in UNSERVED.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise not_supported(name, f"{name}: is not served; {HINTS.get(name, 'leave it out')}")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options: needs stream to be true", "stream_options")
 
 
-def _refuse(request: Request, name: str) -> None:
-    if getattr(request, name):
-        raise not_supported(name, f"{name}: is not served; leave it out")
+def _check_counts(request: Request) -> None:
+    biased, stops = request.logit_bias or {}, request.stop_token_ids or []
+    if len(biased) > BIASED_TOKENS_LIMIT:
+        raise bad_request(
+            f"logit_bias: at most {BIASED_TOKENS_LIMIT} tokens, got {len(biased)}", "logit_bias", "out_of_range"
+        )
+    if len(stops) > STOP_TOKENS_LIMIT:
+        raise bad_request(
+            f"stop_token_ids: at most {STOP_TOKENS_LIMIT}, got {len(stops)}", "stop_token_ids", "out_of_range"
+        )
+    limit = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if request.min_tokens and limit is not None and request.min_tokens > limit:
+        raise bad_request(f"min_tokens: must be at most max_tokens, {limit}, got {request.min_tokens}", "min_tokens")
 
 
 def _check_range(name: str, value: float | None, low: float | None, high: float | None, *, above: bool = False) -> None:
@@ -312,7 +429,22 @@ def _sampling(request: Request, random_seed: int) -> Sampling:
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logprobs=_logprobs(request),
+        logit_bias=_logit_bias(request.logit_bias or {}),
+        repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
+        min_tokens=request.min_tokens or 0,
     )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit():
+            raise bad_request(f"logit_bias: its keys must be token ids, got {key!r}", "logit_bias", "invalid_type")
+        if not -100 <= value <= 100:
+            said = f"logit_bias[{key}]: must be at least -100 and at most 100, got {value}"
+            raise bad_request(said, "logit_bias", "out_of_range")
+        biases[int(key)] = float(value)
+    return biases
 
 
 def _logprobs(request: Request) -> int:

@@ -7,6 +7,8 @@ Source of the moving window: the incremental detokenizers of text-generation-inf
 
 from __future__ import annotations
 
+from functools import partial
+
 from gateway.tokenizer import TextCodec
 
 PROMPT_TAIL_TOKENS = 4
@@ -19,12 +21,12 @@ REPLACEMENT = "\ufffd"
 class Renderer:
     """The text side of one stream."""
 
-    def __init__(self, codec: TextCodec, prompt: list[int], stops: list[str]) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, prompt: list[int], stops: list[str], *, special: bool = False) -> None:
+        self._decode = partial(codec.decode, special=True) if special else codec.decode
         self._context = prompt[
             -PROMPT_TAIL_TOKENS:
         ]  # decoders strip or add a space at the start of a text, so never start there
-        self._context_text = codec.decode(self._context)
+        self._context_text = self._decode(self._context)
         self._group: list[int] = []  # tokens whose text isn't whole yet
         self._stops = stops
         self._held = ""  # may be the beginning of a stop string
@@ -33,7 +35,7 @@ class Renderer:
     def push(self, token: int) -> str:
         """Text that this token makes certain; may be "". Sets `stopped` when a stop string is complete."""
         self._group.append(token)
-        text = self._codec.decode(self._context + self._group)
+        text = self._decode(self._context + self._group)
         if text.endswith(REPLACEMENT) and len(self._group) < HELD_TOKENS_LIMIT:
             return ""
         return self._release(self._take(text))
@@ -42,7 +44,7 @@ class Renderer:
         """What was held back and is now known to be the end of the text."""
         if self.stopped:
             return ""
-        tail = self._take(self._codec.decode(self._context + self._group)) if self._group else ""
+        tail = self._take(self._decode(self._context + self._group)) if self._group else ""
         text = self._release(tail) + ("" if self.stopped else self._held)
         self._held = ""
         return text
@@ -50,12 +52,12 @@ class Renderer:
     def _take(self, text: str) -> str:
         """New part of the window's text; the window moves on."""
         new = text[len(self._context_text) :]
-        group_text = self._codec.decode(self._group)
+        group_text = self._decode(self._group)
         if group_text:
             self._context, self._context_text = self._group, group_text
         else:  # special tokens have no text: keep real text in front of what follows
             self._context = (self._context + self._group)[-PROMPT_TAIL_TOKENS:]
-            self._context_text = self._codec.decode(self._context)
+            self._context_text = self._decode(self._context)
         self._group = []
         return new
 

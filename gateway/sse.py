@@ -69,7 +69,8 @@ class EventForm:
     def _opening(self, stream: Stream) -> bytes:
         index = stream.spec.choice
         if stream.spec.kind == "text":
-            return b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}' % index
+            text = _encode(stream.echoed)
+            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
         return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
 
     def _token(self, stream: Stream, index: int) -> bytes:
@@ -115,7 +116,7 @@ class EventForm:
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": rows}
         if stream.spec.kind == "chat":
             return {**choice, "message": _message(stream)}
-        return {**choice, "text": stream.text}
+        return {**choice, "text": stream.echoed + stream.text}
 
     def logprobs(self, stream: Stream, start: int, end: int) -> dict[str, Any]:
         """Log probabilities of answer tokens [start, end), in the form of the request's kind."""

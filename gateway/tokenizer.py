@@ -25,8 +25,8 @@ class TextCodec(Protocol):
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text; add_special lets the model's post-processor add its begin token."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of a run of tokens, special tokens left out; bytes that are no UTF-8 (yet) become U+FFFD."""
+    def decode(self, tokens: list[int], *, special: bool = False) -> str:
+        """Text of a run of tokens, special tokens left out unless `special`; bytes that are no UTF-8 (yet) become U+FFFD."""
 
     def token_text(self, token: int) -> str:
         """Text of one token alone, special tokens shown."""
@@ -50,8 +50,8 @@ class TextTokenizer:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special).ids
 
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], *, special: bool = False) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
@@ -76,7 +76,7 @@ class TokenIdText:
             hint = "this model has no tokenizer.json, so a prompt is token ids separated by spaces, or a list of ids"
             raise bad_request(f"prompt: {hint}", "prompt") from error
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], *, special: bool = False) -> str:
         return "".join(f" {token}" for token in tokens)
 
     def token_text(self, token: int) -> str:

@@ -55,7 +55,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64, attention_chunk_size=32), "not known here"),
     "minimax": (dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 2), "not known here"),
 }  # fmt: skip
-ARCHITECTURE = {"short_window": "gemma3_text"}
+# Not run through all cases.
+VARIANTS = {"latent_dense": KINDS["deepseek_v3"] | {"first_k_dense_replace": 4}}
+ARCHITECTURE = {"short_window": "gemma3_text", "latent_dense": "deepseek_v3"}
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "gpt_oss", "short_window"}
 DENSE = {"llama", "qwen3", "deepseek_v3"}
 RECURRENT = [name for name in KINDS if name not in WINDOWED | DENSE]
@@ -69,7 +71,7 @@ def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int =
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = KINDS[name] if name in KINDS else REFUSED[name][0]
+    own = KINDS.get(name) or VARIANTS.get(name) or REFUSED.get(name, ({},))[0]
     wanted = {**COMMON, "max_position_embeddings": context_tokens, **own}
     options = {key: value for key, value in wanted.items() if value is not None}
     config = AutoConfig.for_model(ARCHITECTURE.get(name, name), **options)

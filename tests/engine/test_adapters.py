@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -99,6 +99,27 @@ def test_sessions_with_different_adapters_share_a_batch(start_engine: Start, ada
         alone.run()
         got, expected = beside.outputs(name), alone.outputs(name)
         assert [(o.token, o.logprobs) for o in got] == [(o.token, o.logprobs) for o in expected], name
+
+
+@pytest.mark.parametrize("way", ["tiles", "tokens"])
+def test_with_an_adapter_a_deterministic_turn_on_cached_state_equals_a_cold_one(
+    start_engine: Start, adapters: dict[str, Path], way: Literal["tiles", "tokens"]
+) -> None:
+    """Rows that were decoded are a prompt's rows then; another adapter beside it."""
+    prompt, (digest, other) = random_tokens(72, 90), adapters
+    want = m.Sampling(temperature=0.9, seed=4, logprobs=0)
+    engine = loaded(start_engine(deterministic=True), adapters)
+    engine.engine.cache.exact = way
+    engine.handle(submit("beside", random_tokens(73, 30), 24, sampling=want, adapter=other))
+    engine.handle(submit("first", prompt, 12, sampling=want, adapter=digest))
+    engine.run()
+    turn = prompt + engine.tokens("first") + random_tokens(74, 20)
+    engine.handle(submit("turn", turn, 8, sampling=want, adapter=digest))
+    engine.handle(submit("cold", turn, 8, sampling=want, adapter=digest, namespace="cold"))
+    engine.run()
+    assert engine.started("turn").reused and not engine.started("cold").reused
+    turned, cold = engine.outputs("turn"), engine.outputs("cold")
+    assert [(o.token, o.logprobs) for o in turned] == [(o.token, o.logprobs) for o in cold]
 
 
 def test_a_stream_with_an_adapter_is_restored_elsewhere(start_engine: Start, keeper, adapters: dict[str, Path]) -> None:

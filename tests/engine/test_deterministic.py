@@ -9,7 +9,7 @@ import torch
 
 from engine import messages as m
 from engine.errors import UnsupportedModel
-from engine.exactness import check_exact
+from engine.exactness import difference, make_exact
 from tests.engine.driver import EngineDriver, random_tokens, submit
 
 Start = Callable[..., EngineDriver]
@@ -93,12 +93,27 @@ def test_state_of_both_modes_is_never_mixed(exact: Start, start_engine: Start) -
     assert exact("a").engine.root != start_engine("b").engine.root
 
 
-def test_an_engine_that_cannot_keep_it_is_refused(exact: Start) -> None:
-    """Attention that is cut as it comes is not exact here, and the check at start finds it."""
+def test_what_depends_on_the_step_is_found_and_computed_token_by_token(exact: Start) -> None:
+    """Attention that is cut as it comes is not exact here; a pass for each token is."""
     engine = exact().engine
-    engine.cache.deterministic = False
-    with pytest.raises(UnsupportedModel, match="deterministic can't be kept"):
-        check_exact(engine.model, engine.arena, engine.cache, engine.prefill_chunk)
+    assert engine.cache.exact == "tiles"
+    engine.cache.exact = ""
+    assert "how a prompt is cut" in difference(engine.model, engine.arena, engine.cache, engine.prefill_chunk)
+    engine.cache.exact = "tokens"
+    make_exact(engine.model, engine.arena, engine.cache, engine.prefill_chunk)
+
+
+def test_an_engine_that_cannot_keep_it_is_refused(exact: Start) -> None:
+    """A model that adds noise of its own to each pass."""
+    engine = exact().engine
+    noise = engine.model.module.model.norm.register_forward_hook(
+        lambda module, inputs, output: output + 1e-4 * torch.rand_like(output)
+    )
+    try:
+        with pytest.raises(UnsupportedModel, match="deterministic can't be kept"):
+            make_exact(engine.model, engine.arena, engine.cache, engine.prefill_chunk)
+    finally:
+        noise.remove()
 
 
 def test_tiles_see_what_the_plain_attention_sees(exact: Start, start_engine: Start) -> None:

@@ -7,10 +7,11 @@ one line in `tests/engine/kinds.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from engine import messages as m
 from engine.errors import UnsupportedModel
 from engine.model import Model, load
 from tests.engine.driver import EngineDriver, random_tokens, submit
-from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, WINDOWED, write_model
+from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, WINDOWED, write_model
 from tiers.compaction import Compaction
 from tiers.drain import Drain
 from tiers.lane import PointKind
@@ -284,6 +285,63 @@ def test_what_compaction_leaves_serves_an_append_and_branches(start: Start, drai
     assert started.prefill_start == 150 or started.reason, started
 
 
+# ---------------------------------------------------------------- deterministic
+
+TILES = {"llama", "qwen3", "latent_dense", "mistral", "gemma2", "gemma3_text", "short_window"}
+EXACT = m.Sampling(temperature=0.8, seed=31, logprobs=2)
+
+
+# One of each kind, and all whose steps are batched; the rest, which is computed alike, in `make soak`.
+SOON = TILES | {"gpt_oss", *SAMPLE.values()}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in SOON else pytest.mark.soak) for kind in (*KINDS, "latent_dense")],
+)
+def test_deterministic_bits_do_not_depend_on_company_death_or_cache(start: Start, kind: str) -> None:
+    """Log-probabilities of an answer alone; among others and killed in the middle; of a turn that is restored, and of a cold one."""
+    prompt = random_tokens(30, 40)
+    serving, spare = (start(name, deterministic=True, prefill_chunk=16) for name in ("serving", "spare"))
+    assert serving.engine.cache.exact == ("tiles" if kind in TILES else "tokens")
+    ask(serving, "alone", prompt, 6, sampling=EXACT, namespace="alone", capture=False)
+    beside = [submit(f"o{i}", random_tokens(32 + i, 9 + 12 * i), 6, namespace=f"o{i}") for i in range(2)]
+    serving.handle(*beside, submit("s", prompt, 6, sampling=EXACT))
+    serving.run_until_token("s", 3)
+    serving.close()
+    known = prompt + serving.tokens("s")
+    spare.handle(beside[0], submit("s", known, 6, epoch=2, prompt_count=40, sampling=EXACT, prefill_start=0))
+    spare.run()
+    assert bits(serving, "s") + bits(spare, "s") == bits(serving, "alone")
+    assert spare.started("s").reused
+    turn = known + spare.tokens("s") + random_tokens(35, 5)
+    ask(spare, "turn", turn, 4, sampling=EXACT, session="turn")
+    ask(spare, "cold", turn, 4, sampling=EXACT, namespace="cold")
+    assert spare.started("turn").reused and not spare.started("cold").reused
+    assert bits(spare, "turn") == bits(spare, "cold")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "latent_dense", "mamba2"])
+def test_deterministic_bits_far_behind_the_window_and_after_a_restart(start: Start, drain: Drain, kind: str) -> None:
+    """A window's buffer has slid; a restore brings back the rows of its window only, so tiles lack rows that nobody sees."""
+    exact = partial(start, deterministic=True, prefill_chunk=32)
+    prompt = random_tokens(36, 131)
+    first = exact("first")
+    told = prompt + ask(first, "first", prompt, 7, sampling=EXACT)
+    first.close()
+    drain.flush(sync=True)
+    engine = exact("second")
+    for name, tokens in (("append", told + random_tokens(37, 5)), ("back", told[:85] + random_tokens(38, 12))):
+        ask(engine, name, tokens, 4, sampling=EXACT)
+        ask(engine, f"cold {name}", tokens, 4, sampling=EXACT, namespace=f"cold {name}")
+        assert engine.started(name).reused and bits(engine, name) == bits(engine, f"cold {name}"), name
+
+
+def bits(engine: EngineDriver, stream: str) -> list[tuple[int, m.TokenLogprobs | None]]:
+    """Tokens with their log-probabilities: equal ones mean equal logits."""
+    return [(output.token, output.logprobs) for output in engine.outputs(stream)]
+
+
 # ---------------------------------------------------------------- without points
 
 
@@ -335,6 +393,34 @@ def test_with_no_point_at_all_everything_recomputes_and_says_so(start: Start, dr
     append = told + random_tokens(17, 9)
     assert ask(engine, "append", append) == cold(reference, append)
     assert (engine.started("append").verdict, engine.started("append").reason) == ("recomputed", "no rollback point")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mistral", "mamba", "mamba2")])
+def test_damaged_rows_are_computed_again_and_the_reason_is_told(start: Start, drain: Drain, kind: str) -> None:
+    """Of layers that see everything: those of a window nobody needs any more, and a pure recurrent model has none."""
+    prompt = random_tokens(40, 230)
+    first = start()
+    told = prompt + ask(first, "first", prompt)
+    engine, reference = restart(start, first, drain), start("reference")
+    damage_block(drain, prompt[96:128], engine.engine.arena.layout.frame_bytes(32))
+    more = told + random_tokens(41, 9)
+    assert ask(engine, "more", more) == cold(reference, more)
+    started = engine.started("more")
+    assert started.verdict == "partial" and "damaged from position 96" in started.reason, started
+    assert 64 <= started.prefill_start <= 96, started
+    assert engine.engine.stats().bad_blocks == 1
+
+
+def damage_block(drain: Drain, tokens: list[int], frame_bytes: int) -> None:
+    """Flip a bit of the first rows in the stored block that holds these tokens."""
+    store, wanted = drain.store(), np.array(tokens, dtype="<i4").tobytes()
+    with store.snapshot() as view:
+        found = [(bytes(key), bytes(value)) for key, value in view.scan("blocks") if wanted in bytes(value[:512])]
+    assert len(found) == 1, f"{len(found)} blocks hold these tokens"
+    key, value = found[0]
+    at = len(value) - frame_bytes + 5
+    with store.group() as group:
+        group._txn.put(key, value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :], db=group._db[b"blocks"])
 
 
 # ---------------------------------------------------------------- limits

@@ -206,6 +206,37 @@ def test_a_stop_string_cuts_the_state_where_the_truth_ends(start_engine: Start) 
     assert engine.tokens("t") == reference(start_engine, prompt + kept + random_tokens(31, 6), 8, GREEDY)
 
 
+def test_bias_penalties_and_least_length_are_the_same_after_a_death(start_engine: Start) -> None:
+    prompt = random_tokens(34, 60)
+    plain = reference(start_engine, prompt, 24, HOT)
+    stops = [plain[2], plain[5]]
+    sampling = m.Sampling(
+        temperature=0.8, seed=HOT.seed, logit_bias={plain[0]: -100.0, 7: 2.0}, repetition_penalty=1.4,
+        presence_penalty=0.3, min_tokens=15,
+    )  # fmt: skip
+    whole = start_engine("whole")
+    whole.handle(submit("s", prompt, 24, sampling=sampling, stop_tokens=stops))
+    whole.run()
+    want = whole.tokens("s")
+    assert want != plain and plain[0] not in want and not set(stops) & set(want[:15])
+    for killed_at in (1, 9, 14):
+        serving, spare = start_engine(f"a{killed_at}"), start_engine(f"b{killed_at}")
+        given = dict(sampling=sampling, stop_tokens=stops, namespace=str(killed_at))
+        serving.handle(submit("s", prompt, 24, **given))
+        serving.run_until_token("s", killed_at)
+        known = prompt + serving.tokens("s")
+        serving.close()
+        spare.handle(submit("s", known, 24, epoch=2, prompt_count=60, prefill_start=0, **given))
+        spare.run()
+        assert known[60:] + spare.tokens("s") == want, killed_at
+
+
+def test_a_bias_of_an_unknown_token_is_refused(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", [5, 6], 4, sampling=m.Sampling(logit_bias={512: 1.0})))
+    assert engine.sent[-1].code == "bad_token" and "logit_bias" in engine.sent[-1].message
+
+
 def test_a_stop_token_ends_the_stream(start_engine: Start) -> None:
     prompt = random_tokens(32, 40)
     whole = reference(start_engine, prompt, 12, GREEDY)

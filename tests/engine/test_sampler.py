@@ -40,6 +40,31 @@ def test_plain_sampling_follows_the_distribution() -> None:
     assert share == pytest.approx(float(expected[top]), abs=0.02)
 
 
+def test_a_bias_is_added_before_anything_else() -> None:
+    second = int(LOGITS.topk(2).indices[1])
+    assert sample(LOGITS, Sampling(temperature=0, logit_bias={second: 5.0}), [], 0) == second
+    best = int(LOGITS.argmax())
+    assert best not in draws(Sampling(seed=1, logit_bias={best: -100.0}), 400)
+
+
+def test_repetition_is_penalised_in_the_prompt_and_in_the_answer() -> None:
+    logits = torch.tensor([3.0, 2.0, -1.0, -1.5])
+    greedy = Sampling(temperature=0, repetition_penalty=2.0)
+    assert sample(logits, greedy, [], 0) == 0
+    assert sample(logits, greedy, [], 1, prompt=[0]) == 1, "3 / 2 is less than 2"
+    assert sample(logits, greedy, [0, 0], 2, prompt=[1]) == 0, "both are penalised, once"
+    assert sample(logits[2:], greedy, [0], 1) == 1, "-1 * 2 is less than -1.5"
+    assert torch.equal(logits, torch.tensor([3.0, 2.0, -1.0, -1.5]))
+
+
+def test_no_stop_token_is_drawn_before_there_are_enough_tokens() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    greedy = Sampling(temperature=0, min_tokens=2)
+    assert [sample(logits, greedy, [1] * n, n, stop_tokens=[0, 7]) for n in range(4)] == [1, 1, 0, 0]
+    only_the_end = torch.tensor([True, False, False])
+    assert sample(logits, greedy, [], 0, only_the_end, stop_tokens=[0]) == 0, "the grammar lets nothing else through"
+
+
 def test_top_k_keeps_the_k_likeliest() -> None:
     allowed = set(LOGITS.topk(5).indices.tolist())
     assert set(draws(Sampling(top_k=5, seed=1), 400)) == allowed

@@ -25,7 +25,7 @@ def refusal(body: Any, parse: Any = schema.parse_chat) -> ApiError:
         if isinstance(request, schema.ChatRequest):
             schema.template_messages(request.messages)
         else:
-            schema.prompt_tokens(request.prompt)
+            schema.prompts_of(request)
     assert caught.value.status == 400
     assert set(caught.value.body["error"]) == {"message", "type", "param", "code"}
     return caught.value
@@ -67,7 +67,8 @@ CASES = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 4}]}]}, "messages[0].content[0]", "int"),
     ({"tools": "all"}, "tools", "array"),
-    ({"functions": [{"name": "x"}]}, "functions", "not served"),
+    ({"functions": [{"name": "x"}]}, "functions", "send them as tools"),
+    ({"function_call": "auto"}, "function_call", "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "required"),
@@ -90,7 +91,22 @@ CASES = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"user": 5}, "user", "str"),
     ({"max_tokens": 1e30}, "max_tokens", "64 bits"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not served"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "must be token ids, got 'x'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "at most 100"),
+    ({"logit_bias": [5]}, "logit_bias", "object"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"repetition_penalty": 2.5}, "repetition_penalty", "at most 2"),
+    ({"min_tokens": -1}, "min_tokens", "at least 0"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens, 4"),
+    ({"stop_token_ids": ["x"]}, "stop_token_ids[0]", "int"),
+    ({"ignore_eos": 1}, "ignore_eos", "bool"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens", "bool"),
+    ({"use_beam_search": True}, "use_beam_search", "not served"),
+    ({"bad_words": ["x"]}, "bad_words", "not served"),
+    ({"repeat_penalty": 1.1}, "repeat_penalty", "send repetition_penalty"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "not served"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "object"),
     ({"session_id": "../x"}, "session_id", "letters"),
     ({"session_id": 5}, "session_id", "str"),
     ({"model": None}, "model", "str"),
@@ -106,13 +122,17 @@ def test_chat_field_is_named(more: dict, param: str, said: str) -> None:
 
 
 TEXT_CASES = [
-    ({"prompt": ["a", "b"]}, "prompt", "one prompt"),
+    ({"prompt": ["a"] * 129}, "prompt", "more than 128"),
+    ({"prompt": ["a"] * 20, "n": 7}, "prompt", "more than 128"),
+    ({"prompt": ["a", "b"], "best_of": 2}, "best_of", "one prompt"),
+    ({"prompt": [[1], [2, "a"]]}, "prompt", "prompt[1][1]: expected a token id, got str"),
     ({"prompt": [1, "a"]}, "prompt", "prompt[1]: expected a token id, got str"),
     ({"prompt": [1.5]}, "prompt", "got float"),
     ({"prompt": 5}, "prompt", "int"),
     ({"logprobs": True}, "logprobs", "int"),
-    ({"echo": True}, "echo", "not"),
-    ({"suffix": "x"}, "suffix", "not"),
+    ({"echo": True, "logprobs": 1}, "echo", "log probabilities"),
+    ({"suffix": "x"}, "suffix", "fill-in-the-middle"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "not served"),
     ({"best_of": 17}, "best_of", "at most 16"),
     ({"best_of": 1, "n": 2}, "best_of", "at least n"),
     ({"best_of": 2, "stream": True}, "best_of", "streamed"),
@@ -135,10 +155,27 @@ def test_malformed_json_says_where() -> None:
     assert refusal({}).param in ("model", "messages")
 
 
-def test_lists_of_one_prompt_are_unpacked() -> None:
-    assert schema.prompt_tokens(["a"]) == "a"
-    assert schema.prompt_tokens([[1, 2]]) == [1, 2]
-    assert schema.prompt_tokens([1, 2]) == [1, 2]
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1, 2], "b"], [[1, 2], "b"]),
+        ([], [[]]),
+    ],
+)
+def test_a_prompt_is_text_or_token_ids_or_a_list_of_these(given: Any, prompts: list[Any]) -> None:
+    body = json.dumps({"model": "tiny", "prompt": given}).encode()
+    assert schema.prompts_of(schema.parse_completion(body)) == prompts
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    neutral = {name: values[0] for name, values in schema.UNSERVED.items() if values}
+    schema.parse_chat(json.dumps({**CHAT, **neutral}).encode())
+    schema.parse_completion(json.dumps({**TEXT, **neutral, "echo": True, "logprobs": None}).encode())
 
 
 def test_what_clients_send_besides_is_ignored_and_null_is_not_set() -> None:
@@ -167,8 +204,10 @@ def test_values_reach_the_sampler() -> None:
         "stop": "x",
         "presence_penalty": 1,
     }
-    wish = schema.wish_of(schema.parse_chat(json.dumps({**body, "frequency_penalty": -1}).encode()), "s-1", 1)
-    assert wish.sampling == Sampling(0.0, 0.5, 0, 0.1, (1 << 63) - 1, 1.0, -1.0, -1)
+    more = {"frequency_penalty": -1, "logit_bias": {"17": -100, "4": 2.5}, "repetition_penalty": 1.2, "min_tokens": 3}
+    wish = schema.wish_of(schema.parse_chat(json.dumps({**body, **more}).encode()), "s-1", 1)
+    biases = {17: -100.0, 4: 2.5}
+    assert wish.sampling == Sampling(0.0, 0.5, 0, 0.1, (1 << 63) - 1, 1.0, -1.0, -1, biases, 1.2, 3)
     assert (wish.stop, wish.session) == (["x"], "s-1")
 
 

@@ -1,0 +1,159 @@
+"""What a request can ask beyond a plain answer: echo, several prompts, stop tokens of its own, special tokens, a tokenizer to talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from engine.messages import Sampling
+from gateway.choices import choice_seed
+from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
+from tests.gateway.fake_engine import token_at
+
+END = 1  # the model's own stop token
+
+
+def text_of(prompt: str, choice: int = 0, tokens: int = 6) -> str:
+    seed, start = choice_seed(7, choice), len(prompt)
+    return byte_tokenizer().decode([token_at(seed, start + k) for k in range(tokens)])
+
+
+def completion(prompt: Any, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 6, "seed": 7, **more}
+
+
+async def test_sampling_reaches_each_engine_of_a_stream(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    e0, e1 = await world.engine("e0", budget=3), await world.engine("e1")
+    asked = {"logit_bias": {"17": -100, "9": 1.5}, "repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": [250]}
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(**asked)))
+
+    async def serving() -> Any:
+        return next((e for e in world.engines if e.sequences and e.budget == 0), None)
+
+    await (await world.until(serving)).kill()
+    sse = await task
+    assert sse.finish_reason in ("length", "stop")
+    want = Sampling(seed=7, logit_bias={17: -100.0, 9: 1.5}, repetition_penalty=1.3, min_tokens=4)
+    for engine in (e0, e1):
+        assert engine.submits[-1].sampling == want
+        assert engine.submits[-1].stop_tokens == [END, 250]
+
+
+async def test_tokens_outside_the_vocabulary_are_named(world: World) -> None:
+    for more, field in (({"logit_bias": {"260": 1}}, "logit_bias"), ({"stop_token_ids": [999]}, "stop_token_ids")):
+        status, _, answer = await world.post("/v1/chat/completions", chat(**more))
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "outside the vocabulary of 260" in answer["error"]["message"]
+
+
+async def test_ignoring_the_end_token_leaves_the_requests_own(world: World) -> None:
+    await world.post("/v1/completions", completion("x", ignore_eos=True))
+    await world.post("/v1/completions", completion("y", ignore_eos=True, stop_token_ids=[42]))
+    assert [submit.stop_tokens for submit in world.engines[0].submits] == [[], [42]]
+    status, _, answer = await world.post("/v1/chat/completions", chat(ignore_eos=True, regex="[a-z]+"))
+    assert (status, answer["error"]["param"]) == (400, "ignore_eos")
+
+
+async def test_echo_begins_with_the_prompt_streamed_and_not_and_after_a_restart(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    engine = await world.engine("e0")
+    prompt = "Héllo, "
+    _, headers, whole = await world.post("/v1/completions", completion(prompt, echo=True))
+    said = whole["choices"][0]["text"]
+    assert said.startswith(prompt) and len(said) > len(prompt)
+    assert whole["usage"]["completion_tokens"] == 6
+    sse = await world.events("POST", "/v1/completions", completion(prompt, echo=True, stream=True))
+    assert sse.text == said
+    by_ids = byte_tokenizer().encode(prompt).ids
+    _, _, answer = await world.post("/v1/completions", completion(by_ids, echo=True))
+    assert answer["choices"][0]["text"] == said
+    await world.kill_gateway()
+    await engine.kill(tell=False)
+    await world.start_gateway()
+    again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
+    assert again["choices"][0]["text"] == said
+
+
+async def test_special_tokens_are_shown_on_request(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    await world.engine("e0", script=b"ab")
+    _, _, plain = await world.post("/v1/completions", completion([0, 69, 70], echo=True))
+    _, _, shown = await world.post("/v1/completions", completion([0, 69, 70], echo=True, skip_special_tokens=False))
+    assert plain["choices"][0]["text"] == "ABab"
+    assert shown["choices"][0]["text"] == "<s>ABab"
+
+
+async def test_several_prompts_are_answered_as_each_would_be_alone(world: World) -> None:
+    prompts = ["One", "Another", "A third"]
+    _, _, answer = await world.post("/v1/completions", completion(prompts, n=2))
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [text_of(prompt, choice) for prompt in prompts for choice in range(2)]
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == sum(map(len, prompts))
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (36, 36 + usage["prompt_tokens"])
+    _, _, alone = await world.post("/v1/completions", completion("Another"))
+    assert alone["choices"][0]["text"] == texts[2]
+
+
+async def test_several_prompts_streamed_and_echoed(world: World) -> None:
+    prompts = ["One", [4 + byte for byte in b"Another"]]
+    body = completion(prompts, stream=True, echo=True, stream_options={"include_usage": True})
+    sse = await world.events("POST", "/v1/completions", body)
+    texts = {0: "", 1: ""}
+    for chunk in sse.chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {0: "One" + text_of("One"), 1: "Another" + text_of("Another")}
+    assert sse.chunks[-1]["usage"]["prompt_tokens"] == 10
+    assert sse.events[-1][1] == "[DONE]"
+
+
+async def test_several_prompts_have_no_session(world: World) -> None:
+    status, _, answer = await world.post("/v1/completions", completion(["a", "b"], session_id="s"))
+    assert (status, answer["error"]["param"]) == (400, "session_id")
+    status, _, answer = await world.post("/v1/completions", completion(["a", ""]))
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
+async def test_tokenize_and_detokenize(world: World) -> None:
+    text = "Héllo<s>"
+    ids = byte_tokenizer().encode(text).ids
+    status, _, answer = await world.post("/tokenize", {"model": MODEL, "prompt": text})
+    assert (status, answer) == (200, {"tokens": ids, "count": len(ids), "max_model_len": 4096})
+    _, _, answer = await world.post("/tokenize", {"content": "ab", "with_pieces": True})
+    assert answer["tokens"] == [{"id": 4 + ord(c), "piece": c} for c in "ab"]
+    _, _, answer = await world.post("/tokenize", {"prompt": "ab", "return_token_strs": True})
+    assert answer["token_strs"] == ["a", "b"]
+    _, _, answer = await world.post("/tokenize", {"messages": [{"role": "user", "content": "Hello"}]})
+    assert answer["tokens"] == byte_tokenizer().encode("<user>Hello\n<assistant>").ids
+    _, _, answer = await world.post("/detokenize", {"model": MODEL, "tokens": ids})
+    assert answer == {"prompt": text, "content": text}
+    for path, body, field in (
+        ("/tokenize", {"model": MODEL}, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "a"}, "prompt"),
+        ("/tokenize", {"model": "other", "prompt": "a"}, "model"),
+        ("/detokenize", {"tokens": [260]}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        status, _, answer = await world.post(path, body)
+        assert status in (400, 404) and answer["error"]["param"] == field, (path, body, answer)
+
+
+async def test_a_long_text_is_tokenized_beside_the_event_loop(world: World) -> None:
+    _, _, answer = await world.post("/tokenize", {"prompt": "x" * 70_000})
+    assert answer["count"] == 70_000
+
+
+async def test_variables_reach_the_chat_template(make_world, model_dir, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ mode | default('plain') }}:{{ messages[0].content }}")
+    world: World = await make_world(model=tmp_path)
+    for more, text in (({}, "plain:Hello"), ({"chat_template_kwargs": {"mode": "loud"}}, "loud:Hello")):
+        _, _, answer = await world.post("/tokenize", {"messages": [{"role": "user", "content": "Hello"}], **more})
+        assert answer["tokens"] == byte_tokenizer().encode(text).ids
+    status, _, answer = await world.post("/v1/chat/completions", chat(chat_template_kwargs={"messages": []}))
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs"), json.dumps(answer)
