@@ -19,7 +19,7 @@ from bench.driver import System, request, system
 from bench.sse import Answer
 
 LENGTHS = (256, 1024, 4096, 7168)
-QUICK_LENGTHS = (256, 1024)
+QUICK_LENGTHS = (256, 7168)
 MOVE_AFTER_TOKENS = 8
 ANSWER_TOKENS = 64
 
@@ -33,8 +33,8 @@ def main() -> None:
     with system(options.model, name="migration", engines=2, settings=settings) as running:
         for length in lengths:
             body = request(report.random_tokens(draw, length), ANSWER_TOKENS)
-            running.stream("/v1/completions", body)
-            found = [one_move(running, body) for _ in range(2 if options.quick else 8)]
+            running.stream("/v1/completions", body, timeout_s=300.0)
+            found = [one_move(running, body) for _ in range(4 if options.quick else 8)]
             rows.details[str(length)] = found
             gap, token = (report.median([move[key] for move in found]) for key in ("gap_ms", "token_ms"))
             note = f"gateway's view {report.median([move['downtime_ms'] for move in found]):.0f} ms"

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 512
 def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
-    tokens, rounds = (24, 1) if options.quick else (128, 3)
+    tokens, rounds = (48, 2) if options.quick else (128, 3)
     prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(STREAMS)]
     found: dict[str, list[float]] = {"warm": [], "hot": []}
     for _ in range(rounds):

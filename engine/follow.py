@@ -2,7 +2,8 @@
 
 Stage *restore*, ahead of time; on the engine's main thread, a slice between two steps. A hot standby follows what it protects,
 and the target of a migration what is about to move to it. The rows are the other engine's own, read from its lane, so a stream
-that goes on from them goes on bit for bit. A followed slot is room that nobody needed: a sequence that finds no idle slot takes it.
+that goes on from them goes on bit for bit. A followed slot is room that nobody needed: a sequence that finds no idle slot takes it,
+that of an idle session first. An idle session is only followed where there is room to spare.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tiers.prefix import PrefixFinder
 
 log = structlog.get_logger()
 
-BUSY_SLICE_TOKENS = 64  # between the steps of an engine that serves; an idle one takes all that there is
+BUSY_SLICE_TOKENS = 64  # at once between the steps of an engine that serves; an idle one takes all that there is
+BUSY_SLICE_S = 0.008  # and so long at most: under a tenth of a decode step of the demo model
 LOOK_INTERVAL_S = 0.01  # between two looks for rows that aren't there yet
 
 
@@ -33,14 +35,15 @@ class Followed:
     stream: str
     slot: Slot
     count: int
+    idle: bool = False
     next_look: float = 0.0
     caught_up: bool = False
     told: tuple[int, bool] = (-1, False)
 
     @property
     def goal(self) -> int:
-        """Up to where there can be rows: the last token known is computed by the step that gives the next one."""
-        return max(0, self.count - 1)
+        """Up to where there can be rows: a live stream's last token is computed by the step that gives the next one."""
+        return self.count if self.idle else max(0, self.count - 1)
 
     @property
     def behind(self) -> bool:
@@ -64,34 +67,39 @@ class Follower:
 
     # ------------------------------------------------------------ messages
 
-    def follow(self, message: m.Follow) -> m.Followed | None:
-        """Begin, or take in more tokens; an answer if that can't be."""
-        tokens = np.frombuffer(message.tokens, "<i4")
+    def follow(self, message: m.Follow) -> list[m.Followed]:
+        """Begin, or take in more tokens; what is to be told if that can't be, or if another follow gave way to it."""
+        tokens, told = np.frombuffer(message.tokens, "<i4"), list[m.Followed]()
         end = message.start + len(tokens)
         known = self.follows.get(message.stream)
         if end > self.arena.context_tokens:
             self.unfollow(message.stream)
-            return m.Followed(message.stream, 0, refused="too_long")
+            return [m.Followed(message.stream, 0, refused="too_long")]
         if message.start and (known is None or known.count < message.start):
-            return m.Followed(message.stream, 0, refused="gap")
+            return [m.Followed(message.stream, 0, refused="gap")]
         if not message.start:
             self.unfollow(message.stream)
             slot = self._slot_for(message, tokens)
+            if slot is None and not message.idle and any(other.idle for other in self.follows.values()):
+                told = [gave_way for gave_way in [self.make_room()] if gave_way]
+                slot = self._slot_for(message, tokens)
             if slot is None:
-                return m.Followed(message.stream, 0, refused="no_slot")
-            known = self.follows[message.stream] = Followed(message.stream, slot, 0)
+                return [*told, m.Followed(message.stream, 0, refused="no_slot")]
+            known = self.follows[message.stream] = Followed(message.stream, slot, 0, message.idle)
         assert known is not None, "begun above"
         known.slot.tokens[message.start : end] = tokens
         known.count = end
         known.caught_up = not known.behind
-        return None
+        return told
 
-    def unfollow(self, stream: str) -> None:
+    def unfollow(self, stream: str) -> Slot | None:
         """Let go of the slot; its state stays."""
         known = self.follows.pop(stream, None)
-        if known is not None:
-            known.slot.busy = False
-            self.exact[known.slot.index] = known.slot.length
+        if known is None:
+            return None
+        known.slot.busy = False
+        self.exact[known.slot.index] = known.slot.length
+        return known.slot
 
     def claim(self, stream: str) -> None:
         """The stream was submitted here: its slot is idle again, so that the sequence can go on in it."""
@@ -103,8 +111,8 @@ class Follower:
             self.unfollow(known.stream)
 
     def make_room(self) -> m.Followed | None:
-        """Give up the follow that has least to lose; None if there is none."""
-        known = min(self.follows.values(), key=lambda known: known.slot.length, default=None)
+        """Give up the follow that has least to lose, an idle session's before a live stream's; None if there is none."""
+        known = min(self.follows.values(), key=lambda known: (not known.idle, known.slot.length), default=None)
         if known is None:
             return None
         self.unfollow(known.stream)
@@ -122,6 +130,8 @@ class Follower:
     def _slot_for(self, message: m.Follow, tokens: np.ndarray) -> Slot | None:
         # A slot with rows that no tier has yet is not free: its capture catches up from it.
         idle = [slot for slot in self.arena.slots if not slot.busy and slot.stored >= slot.length]
+        if message.idle:  # the sessions of this engine itself are worth as much
+            idle = [s for s in idle if not s.length or not s.session or s.index in self.exact]
         if not idle:
             return None
         slot = max(idle, key=lambda slot: (self._shared(slot, message, tokens), not slot.length, -slot.last_used))
@@ -145,11 +155,16 @@ class Follower:
         return any(known.behind for known in self.follows.values())
 
     def step(self, finder: PrefixFinder, *, busy: bool) -> list[m.Followed]:
-        """One slice of the follow that has waited longest, and what is new to tell."""
-        now = time.monotonic()
-        due = [known for known in self.follows.values() if known.behind and known.next_look <= now]
-        if due:
-            self._restore(min(due, key=lambda known: known.next_look), finder, busy)
+        """Slices of the follows that have waited longest, for a moment, and what is new to tell."""
+        began = time.monotonic()
+        while True:
+            now = time.monotonic()
+            due = [known for known in self.follows.values() if known.behind and known.next_look <= now]
+            if not due:
+                break
+            self._restore(min(due, key=lambda known: (known.idle, known.next_look)), finder, busy)
+            if not busy or time.monotonic() - began > BUSY_SLICE_S:
+                break
         return [self._tell(known) for known in self.follows.values() if known.told != _state(known)]
 
     def _restore(self, known: Followed, finder: PrefixFinder, busy: bool) -> None:

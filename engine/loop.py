@@ -189,11 +189,13 @@ class Engine:
                 self.follower.let_go_of(message.session)
                 self._park(message)
             case m.Follow():
-                refused = self.follower.follow(message)
-                if refused is not None:
-                    self.link.send(refused)
+                for told in self.follower.follow(message):
+                    self.link.send(told)
             case m.Unfollow():
-                self.follower.unfollow(message.stream)
+                slot = self.follower.unfollow(message.stream)
+                if slot is not None:  # as fresh as if it had been worked on
+                    self.clock += 1
+                    slot.last_used = self.clock
             case m.Release():
                 self._release(message)
             case m.LoadAdapter():
@@ -230,6 +232,7 @@ class Engine:
                 vocab_count=self.model.vocab_count,
                 slots=len(self.arena.slots),
                 streams=streams,
+                residents=self._residents(),
             )
         )
         for sequence in known:
@@ -237,6 +240,22 @@ class Engine:
         if self.draining_until:
             self.link.send(m.Draining())
         log.info("link.attached", gateway=attach.gateway, streams=len(known))
+
+    def _residents(self) -> list[m.Resident]:
+        """Named sessions in idle slots, used last at the end."""
+        slots = [
+            slot for slot in self.arena.slots if slot.session and slot.length and not slot.busy and not slot.filling
+        ]
+        return [
+            m.Resident(
+                slot.session,
+                slot.namespace,
+                slot.adapter,
+                slot.tokens[: slot.length].tobytes(),
+                self.follower.exact_count(slot) >= slot.length,
+            )
+            for slot in sorted(slots, key=lambda slot: slot.last_used)
+        ]
 
     def _tell_again(self, sequence: Sequence) -> None:
         if sequence.started:
@@ -256,13 +275,18 @@ class Engine:
         try:
             self._check(sequence)
         except BadRequest as error:
-            self.link.send(m.Refused(submit.stream, submit.epoch, error.code, str(error)))
+            self._refuse(sequence, error.code, str(error))
             return
         sequence.cuts = self.points.cuts(sequence.prompt, submit.stop_tokens, self.prefill_chunk)
         if submit.grammar:
             ends = [token for token in submit.stop_tokens if token in self.model.stop_tokens]
             sequence.grammar = self.grammars.prepare(submit.grammar, ends, sequence.generated)
         self.waiting.append(sequence)
+
+    def _refuse(self, sequence: Sequence, code: str, message: str) -> None:
+        """It never gets a slot; the one that followed its stream is free again."""
+        self.follower.claim(sequence.submit.stream)
+        self.link.send(m.Refused(*sequence.key, code, message))
 
     def _check(self, sequence: Sequence) -> None:
         tokens, context = sequence.tokens, self.arena.context_tokens
@@ -289,7 +313,7 @@ class Engine:
     def _cancel(self, cancel: m.Cancel) -> None:
         """Stop sampling a stream. What it has computed stays resident, up to where the gateway says that its truth ends."""
         key = (cancel.stream, cancel.epoch)
-        self.waiting = [s for s in self.waiting if s.key != key]
+        self._take_off_queue(key)
         for sequence in self.active:
             if sequence.key == key and not sequence.finish:
                 self._truncate(sequence, cancel.keep_position)
@@ -299,8 +323,8 @@ class Engine:
     def _release(self, release: m.Release) -> None:
         """Between two steps: let go of a stream with all that it computed captured; another engine goes on with it."""
         key, position = (release.stream, release.epoch), -1
-        if any(s.key == key for s in self.waiting):
-            self.waiting, position = [s for s in self.waiting if s.key != key], 0
+        if self._take_off_queue(key):
+            position = 0
         for sequence in [s for s in self.active if s.key == key and not s.finish]:
             position = 0 if sequence.cursor is None else sequence.computed
             self._drop(sequence)
@@ -308,6 +332,14 @@ class Engine:
                 position = sequence.cursor.position
         self._write_points(everything=True)
         self.link.send(m.Released(*key, position))
+
+    def _take_off_queue(self, key: tuple[str, int]) -> bool:
+        """A submission that has no slot yet is given up; so is the one that followed its stream. False if none waits."""
+        if not any(s.key == key for s in self.waiting):
+            return False
+        self.waiting = [s for s in self.waiting if s.key != key]
+        self.follower.claim(key[0])
+        return True
 
     def _truncate(self, sequence: Sequence, position: int) -> None:
         slot = sequence.slot
@@ -375,7 +407,7 @@ class Engine:
         error = sequence.grammar.exception() if sequence.grammar else None
         if error is not None:
             self.waiting.remove(sequence)
-            self.link.send(m.Refused(*sequence.key, "bad_grammar", str(error)))
+            self._refuse(sequence, "bad_grammar", str(error))
             return False
         return sequence.recovering or not any(self._computes_for(sequence, other) for other in self.active)
 

@@ -101,6 +101,19 @@ class LiveStream(msgspec.Struct, frozen=True):
     finish: str
 
 
+class Resident(msgspec.Struct, frozen=True):
+    """A named session that lies idle on the device, told to a gateway that attaches. tokens: packed, those whose state is there.
+
+    copied  all of it was restored from the tiers because the gateway had it followed: another engine had computed it
+    """
+
+    session: str
+    namespace: str
+    adapter: str
+    tokens: bytes
+    copied: bool = False
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters since the start of the process, and gauges. Rates are medians of what was measured."""
 
@@ -210,6 +223,7 @@ class Follow(Message, frozen=True):
     """Keep the state of another engine's stream on this device, restored from the tiers as it appears there. Answered by `Followed`.
 
     tokens  packed; the stream's tokens from position `start` on. 0 begins anew, else it must join what was sent before
+    idle    a session between two turns: all of its state is in the tiers; it gets room that nobody else wants, and gives way first
     """
 
     stream: str
@@ -218,6 +232,7 @@ class Follow(Message, frozen=True):
     namespace: str = "default"
     session: str = ""
     adapter: str = ""
+    idle: bool = False
 
 
 class Unfollow(Message, frozen=True):
@@ -260,6 +275,7 @@ class Hello(Message, frozen=True):
     vocab_count: int
     slots: int
     streams: list[LiveStream]
+    residents: list[Resident] = []
 
 
 class Started(Message, frozen=True):

@@ -56,7 +56,7 @@ async def show_metrics(request: web.Request) -> web.Response:
     metrics.streams_live.set(len(gateway.table.live))
     metrics.streams_waiting.set(gateway.dispatcher.waiting_count())
     if gateway.dispatcher.standbys is not None:
-        gateway.dispatcher.standbys.unprotected_count()
+        gateway.dispatcher.standbys.measure()
     return web.Response(body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -174,7 +174,14 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "sessions": sorted({session for session, _ in engine.residents.values() if session}),
         "streams": streams,
         "following": [
-            {"stream": s.stream, "position": s.position, "for": sorted(s.users), "refused": s.refused or None}
+            {
+                "stream": None if s.session else s.stream,
+                "session": s.session or None,
+                "position": s.position,
+                "caught_up": s.caught_up,
+                "for": sorted(s.users),
+                "refused": s.refused or None,
+            }
             for s in engine.followed.values()
         ],
         "stats": msgspec.to_builtins(engine.stats),

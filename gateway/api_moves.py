@@ -12,8 +12,10 @@ from engine import messages as m
 from gateway.api import GATEWAY, Gateway, find_stream, json_response, read_body
 from gateway.dispatch import Engine
 from gateway.errors import ApiError, bad_request, conflict, not_found
+from gateway.following import IdleSession
 from gateway.migration import Move
 from gateway.openai_schema import check_session_id
+from gateway.sessions import SessionRecord
 from gateway.streams import Stream
 
 MOVE_TIMEOUT_S = 60.0
@@ -40,8 +42,8 @@ async def migrate_session(request: web.Request) -> web.Response:
     if not live:
         if not target.placeable:
             raise conflict(f"{target.name} takes no streams now (it is {target.shown_state}); choose another engine")
-        tokens = gateway.sessions.tokens(session)
-        outcome = await gateway.dispatcher.moves.move_idle(session, record.namespace, tokens, target, wish.timeout_s)
+        idle = await _idle(gateway, record)
+        outcome = await gateway.dispatcher.moves.move_idle(idle, target, wish.timeout_s)
         return json_response({"session": session, "to_engine": target.name, "outcome": outcome, "moves": []})
     moves = [gateway.dispatcher.moves.start(stream, target.name, "asked for") for stream in live]
     await _wait(moves, wish.timeout_s)
@@ -49,6 +51,13 @@ async def migrate_session(request: web.Request) -> web.Response:
     outcome = outcomes.pop() if len(outcomes) == 1 else "see moves"
     body = {"session": session, "to_engine": target.name, "outcome": outcome, "moves": [move.view() for move in moves]}
     return json_response(body, headers={"X-Session-Id": session})
+
+
+async def _idle(gateway: Gateway, record: SessionRecord) -> IdleSession:
+    """What an engine needs to know of a session that answers nothing now. Its last turn tells the adapter."""
+    last = await gateway.table.fetch(record.streams[-1]) if record.streams else None
+    adapter = last.spec.adapter if last is not None else ""
+    return IdleSession(record.session, record.namespace, adapter, gateway.sessions.tokens(record.session))
 
 
 async def migrate_stream(request: web.Request) -> web.Response:

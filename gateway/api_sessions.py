@@ -120,6 +120,7 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         engine.name for engine in gateway.dispatcher.engines.values() if engine.ready and engine.holds(record.session)
     ]
     resident = bool(engines) and not record.parked
+    standbys = gateway.dispatcher.standbys
     return {
         "id": record.session,
         "object": "session",
@@ -134,6 +135,7 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         "durable_lag": max(0, record.captured - record.durable),
         "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines),
         "engines": engines,
+        "standby": standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else None,
         "live_streams": [stream.id for stream in live],
         "forked_from": record.forked_from or None,
         "fork_position": record.fork_position or None,

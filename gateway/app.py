@@ -136,6 +136,11 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
 
     durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values)
 
+    standbys = dispatcher.standbys
+    if standbys is not None:
+        standbys.pins = lambda: durability.pins
+        durability.on_pins = standbys.protect_sessions
+
     def stream_ended(stream: Stream) -> None:
         sessions.end_turn(stream)
         durability.ended(stream)

@@ -57,6 +57,7 @@ class Engine:
         self.state = "connecting"  # connecting, ready, lost (waiting for certainty), down
         self.link: EngineLink | None = None
         self.hello: m.Hello | None = None
+        self.copies: dict[str, bytes] = {}  # session -> tokens whose state it had from another engine when we attached
         self.stats = m.EngineStats()
         self.streams: dict[str, Stream] = {}
         self.residents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # stream -> (session, tokens)
@@ -89,8 +90,12 @@ class Engine:
 
     def remember(self, stream: Stream, tokens: bytes) -> None:
         """Its state may stay on the device."""
-        self.residents.pop(stream.id, None)
-        self.residents[stream.id] = (stream.spec.session, tokens)
+        self.keep(stream.id, stream.spec.session, tokens)
+
+    def keep(self, key: str, session: str, tokens: bytes) -> None:
+        """The state of a token list may be on the device from now on."""
+        self.residents.pop(key, None)
+        self.residents[key] = (session, tokens)
         limit = RESIDENTS_KEPT * (self.hello.slots if self.hello else 8)
         while len(self.residents) > limit:
             self.residents.popitem(last=False)
@@ -100,6 +105,7 @@ class Engine:
         return bool(session) and any(name == session for name, _ in self.residents.values())
 
     def forget(self, session: str) -> None:
+        self.copies.pop(session, None)
         for stream_id in [key for key, (name, _) in self.residents.items() if name == session]:
             del self.residents[stream_id]
 
@@ -108,6 +114,10 @@ class Engine:
         prefix = max((placement.common_prefix(tokens, held) for _, held in self.residents.values()), default=0)
         if stream_id in self.followed:
             prefix = max(prefix, self.followed[stream_id].position)
+        idle = self.followed.get(following.idle_name(session)) if session else None
+        if idle is not None and not idle.refused:
+            prefix = max(prefix, placement.common_prefix(tokens, idle.tokens[: 4 * idle.position]))
+        prefix = max(prefix, placement.common_prefix(tokens, self.copies.get(session, b"")))
         slots = self.hello.slots if self.hello else 1
         return placement.EngineView(
             self.name, len(self.streams), slots, len(self.residents), prefix, self.holds(session)
@@ -141,7 +151,7 @@ class Dispatcher:
         self.adapter_directory: Callable[[str], Path] = Path
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
-        self.standbys = Standbys(self) if settings.failover == "hot" else None
+        self.standbys = Standbys(self, settings.hot_sessions) if settings.failover == "hot" else None
         self._watchers: list[Moves | Standbys] = [self.moves, *([self.standbys] if self.standbys else [])]
         self._settled = True
         self._engines_changed = asyncio.Event()
@@ -192,6 +202,10 @@ class Dispatcher:
         """CLOCK_MONOTONIC, or what stands for it in a simulation."""
         return self._world.clock()
 
+    def is_answering(self, session: str) -> bool:
+        """Some stream of the session is live."""
+        return any(stream.spec.session == session for stream in self._table.live.values())
+
     def set_draining(self, engine: Engine, draining: bool) -> None:
         """Whether an engine takes streams."""
         if engine.draining != draining:
@@ -208,6 +222,8 @@ class Dispatcher:
     async def park(self, session: str, timeout_s: float, but: str = "") -> list[m.Parked]:
         """Take a session off every engine that may hold it (all `but` one). Raises TimeoutError."""
         asked = []
+        if self.standbys is not None:
+            self.standbys.parked(session, but)
         for engine in [engine for engine in self._ready() if engine.name != but]:
             self._park_count += 1
             future: asyncio.Future[m.Parked] = asyncio.get_running_loop().create_future()
@@ -216,6 +232,8 @@ class Dispatcher:
             assert engine.link is not None
             engine.link.send(m.Park(self._park_count, session))
             asked.append(future)
+        if self.standbys is not None:
+            self.standbys.protect_sessions()
         async with asyncio.timeout(timeout_s):
             answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, m.Parked)]
@@ -290,6 +308,8 @@ class Dispatcher:
         engine.streams[stream.id] = stream
         engine.remember(stream, tokens)
         following.claimed(engine, stream.id)
+        for watcher in self._watchers:  # first: what is followed of its session here is to be idle when it is submitted
+            watcher.placed(stream, engine)
         assert engine.link is not None
         if stream.spec.adapter and stream.spec.adapter not in engine.adapters:
             engine.adapters.add(stream.spec.adapter)
@@ -312,8 +332,6 @@ class Dispatcher:
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
-        for watcher in self._watchers:
-            watcher.placed(stream, engine)
 
     def _wait(self, stream: Stream) -> None:
         """For a place: with no engine up to the limit, with engines that are full as long as it takes."""
@@ -436,12 +454,23 @@ class Dispatcher:
         )  # fmt: skip
         for live in hello.streams:
             self._take_over(engine, live)
+        for resident in hello.residents:
+            self._find_resident(engine, resident)
         assert engine.link is not None
         engine.link.begin()
         self._changed(engine)
         for stream in self.pending.values():
             self._stop_timer(stream)
         self._place_pending()
+
+    def _find_resident(self, engine: Engine, resident: m.Resident) -> None:
+        """A session that lies on the device since before we attached: its next turn goes there, unless it is a standby's copy."""
+        if resident.copied:
+            engine.copies[resident.session] = resident.tokens
+        else:
+            engine.keep(following.idle_name(resident.session), resident.session, resident.tokens)
+        if self.standbys is not None and not self.is_answering(resident.session):
+            self.standbys.resident(engine, resident)
 
     def _watch_process(self, engine: Engine) -> None:
         """A pidfd that is readable is certainty even when the host agent is away; opened while the link proves the pid."""

@@ -7,6 +7,7 @@ nothing but the answer. What it learns is in GET /v1/sessions, /admin, /health a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ from tiers.layout import sequence_id
 log = structlog.get_logger()
 
 INTERVAL_S = 1.0
+PINS_INTERVAL_S = 5.0
 ASK_TIMEOUT_S = 5.0
 ENDED_KEPT_S = 120.0
 STREAMS_A_REQUEST = 4096
@@ -90,6 +92,11 @@ class Durability:
         self._since: dict[tuple[str, str], int] = {}
         self._lane_full: dict[str, int] = {}
         self._seen_keeper = False
+        self._pins_at = 0.0
+        self.pins: frozenset[tuple[str, str]] = (
+            frozenset()
+        )  # (namespace, session); asked for only if somebody wants to know
+        self.on_pins: Callable[[], None] | None = None
         self.keeper = Keeper()
         self.degraded: list[Degraded] = []
 
@@ -114,8 +121,20 @@ class Durability:
             for name, (stored, durable) in answer.items():
                 if name in names:
                     self._take(names[name], stored, durable)
+            await self._look_at_pins()
         self._judge(reason)
         self._measure(streams)
+
+    async def _look_at_pins(self) -> None:
+        """Which sessions are pinned, for whoever protects those first."""
+        if self.on_pins is None or time.monotonic() - self._pins_at < PINS_INTERVAL_S:
+            return
+        self._pins_at = time.monotonic()
+        with contextlib.suppress(TierError, ValueError, KeyError):  # asked again soon
+            pins = await keeper_client.apins(self._socket, timeout_s=ASK_TIMEOUT_S)
+            if pins != self.pins:
+                self.pins = pins
+                self.on_pins()
 
     def ended(self, stream: Stream) -> None:
         """A stream is finished; its last rows may still be on their way."""

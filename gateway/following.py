@@ -2,7 +2,8 @@
 
 Runs on the event loop. Hot standbys and migrations share this: whoever wants a stream followed names itself as a user, and an
 engine follows while it has one. Every delivered token is handed on, so what a recovery or a move still has to restore is
-the last step's rows. Source: `Follow`, `Followed` in engine/messages.py, engine/follow.py.
+the last step's rows. A session between two turns is followed under a name of its own (`idle_name`).
+Source: `Follow`, `Followed` in engine/messages.py, engine/follow.py.
 """
 
 from __future__ import annotations
@@ -23,10 +24,33 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
+class IdleSession:
+    """A session between two turns. tokens: packed, its whole list; owner: the engine that holds its state."""
+
+    session: str
+    namespace: str
+    adapter: str
+    tokens: bytes
+    owner: str = ""
+
+
+def idle_name(session: str) -> str:
+    """Under which an idle session is followed; no stream has such an id."""
+    return f"idle:{session}"
+
+
+@dataclass(slots=True)
 class FollowState:
-    """One stream at one engine. position: tokens whose state is there."""
+    """One stream, or one idle session, at one engine. position: tokens whose state is there.
+
+    session, tokens  of an idle session; empty for a live stream
+    since            when the engine was asked
+    """
 
     stream: str
+    session: str = ""
+    tokens: bytes = b""
+    since: float = 0.0
     sent_count: int = 0
     position: int = 0
     caught_up: bool = False
@@ -43,6 +67,20 @@ def want(engine: Engine, stream: Stream, user: str) -> FollowState:
         state = engine.followed[stream.id] = FollowState(stream.id, users=users)
     state.users.add(user)
     extend(engine, stream, state)
+    return state
+
+
+def want_idle(engine: Engine, idle: IdleSession, user: str, now: float) -> FollowState:
+    """Have the engine put an idle session's state on its device and keep it there."""
+    name = idle_name(idle.session)
+    state = engine.followed.get(name)
+    if state is None or state.refused or state.tokens != idle.tokens:
+        users = state.users if state is not None else set()
+        state = FollowState(name, idle.session, idle.tokens, now, len(idle.tokens) // 4, users=users)
+        engine.followed[name] = state
+        if engine.link is not None:
+            engine.link.send(m.Follow(name, 0, idle.tokens, idle.namespace, idle.session, idle.adapter, idle=True))
+    state.users.add(user)
     return state
 
 

@@ -146,27 +146,27 @@ class Moves:
         self._look(move)
         return move
 
-    async def move_idle(self, session: str, namespace: str, tokens: bytes, target: Engine, timeout_s: float) -> str:
+    async def move_idle(self, idle: following.IdleSession, target: Engine, timeout_s: float) -> str:
         """Put an idle session's state on the target's device and take it off all others. Returns the outcome."""
         assert target.link is not None and target.hello is not None
+        session = idle.session
         holders = [e for e in self._dispatcher.engines.values() if e.ready and e is not target and e.holds(session)]
-        if not holders or not tokens:
+        if not holders or not idle.tokens:
             return "not resident: its next request can go to any engine"
         if all(e.hello is not None and e.hello.root != target.hello.root for e in holders):
             return "the engines keep state in another form; its next request computes it"
-        name = f"idle:{session}"
-        state = target.followed[name] = following.FollowState(name, sent_count=len(tokens) // 4, users={USER})
-        target.link.send(m.Follow(name, 0, tokens, namespace, session))
+        state, why = following.want_idle(target, idle, USER, self._dispatcher.now()), "lost"
         try:
             async with asyncio.timeout(timeout_s):
                 await state.over.wait()
         except TimeoutError:
-            state.refused = "timeout"
-        target.followed.pop(name, None)
-        target.link.send(m.Unfollow(name))
+            why = "timeout"
+        following.drop(target, state.stream, USER)
         if state.refused or not state.caught_up:
-            return f"target refused: {state.refused or 'lost'}"
-        target.residents[name] = (session, tokens)
+            return f"target refused: {state.refused or why}"
+        if self._dispatcher.is_answering(session):
+            return "answering again: move it live"
+        target.keep(state.stream, session, idle.tokens)
         await self._dispatcher.park(session, timeout_s, but=target.name)
         return "moved"
 

@@ -19,7 +19,9 @@ class GatewaySettings:
     stream_retention_s    finished streams can be fetched for this long
     max_waiting_tokens    tokens of the streams that may wait for an engine; a request beyond is refused with 429
     failover              what stands ready for a lost engine: `cold` nothing (it is started again), `warm` spares with weights loaded,
-                          `hot` spares that also keep the state of live streams on their device
+                          `hot` spares that also keep the state of live streams, and of some idle sessions, on their device
+    hot_sessions          under `hot`: idle sessions whose state a standby keeps, besides pinned ones; those that were used last, as far as
+                          it has slots to spare
     poison_deaths         a request that was being computed at so many deaths of engines, without a token between, is ended
     spares                engines kept idle while another one can serve
     default_max_tokens    length of an answer when the request names none; 0 means up to the context
@@ -34,6 +36,7 @@ class GatewaySettings:
     max_waiting: int = 256
     max_waiting_tokens: int = 1 << 20
     failover: Literal["cold", "warm", "hot"] = "warm"
+    hot_sessions: int = 4
     poison_deaths: int = 2
     engine_wait_s: float = 60.0
     keepalive_s: float = 5.0

@@ -67,21 +67,27 @@ def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | 
 
 
 @click.command("upgrade", cls=Command, exits=(4,))
-@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Seconds for each engine.")
+@click.option("--timeout", "timeout_s", default=120.0, show_default=True, help="Seconds for each process.")
+@click.option("--host", is_flag=True, help="The host agent and the keeper, too.")
+@click.option(
+    "--gateway", is_flag=True, help="And the gateway: clients of long answers lose their connection, and resume."
+)
 @client_flags
 @json_flag
 @configured
-def upgrade(config: Config, timeout_s: float, url: str | None, as_json: bool) -> None:
-    """Replace every engine by a new process with the code that is installed now, one after the other; no stream breaks.
+def upgrade(config: Config, timeout_s: float, host: bool, gateway: bool, url: str | None, as_json: bool) -> None:
+    """Replace every engine by a new process with the code and model files that are there now, one after the other; no stream breaks.
 
-    Needs at least two engines. The nursery, which holds the old code, is started anew first.
+    Needs at least two engines. The nursery, which holds the old code, is started anew first. Settings stay those of `serve`.
     """
     from ops.installation import find
     from ops.upgrade import replace_all
 
     here = find(config, url)
     client = here.need_gateway("an upgrade")
-    report = replace_all(client, here.paths, timeout_s, lambda text: None if as_json else click.echo(text))
+    report = replace_all(
+        client, here.paths, timeout_s, lambda text: None if as_json else click.echo(text), host=host, gateway=gateway
+    )
     if as_json:
         print_json({"object": "list", "data": report})
 

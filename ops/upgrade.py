@@ -1,6 +1,8 @@
 """A rolling upgrade: each engine drained, ended, and waited for as its next incarnation. Runs in the command's process.
 
-The order is planned purely: idle engines first, so that the first streams that move find a new engine already.
+The order is planned purely: idle engines first, so that the first streams that move find a new engine already. What engines are born
+from goes first (the nursery; with `host` the host agent and its keeper as well: engines are adopted), the gateway last: `serve` and the
+host agent start their children again with the code that is installed by then. `serve` itself stays.
 """
 
 from __future__ import annotations
@@ -25,12 +27,26 @@ def in_order(rows: list[dict[str, Any]]) -> list[str]:
     return [row["id"] for row in sorted(rows, key=lambda row: (len(row.get("streams") or []), row["id"]))]
 
 
-def replace_all(client: Client, paths: Paths, timeout_s: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every engine by its next incarnation. Raises OpsError where one can't be replaced; those before it are new by then."""
+def replace_all(
+    client: Client, paths: Paths, timeout_s: float, say: Callable[[str], None], *, host: bool = False,
+    gateway: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every engine by its next incarnation. Raises OpsError where one can't be replaced; those before it are new by then.
+
+    host     the host agent and its keeper, too, before the engines
+    gateway  and the gateway after them: answers get its `drain_s` to end, clients of longer ones resume by cursor
+    """
     rows = client.get("/admin/engines")["data"]
     if sum(row["state"] == "ready" for row in rows) < 2:
         raise OpsError("an upgrade needs at least two engines that can serve, so that streams have somewhere to go")
-    _replace_nursery(paths, timeout_s)
+    if host:
+        _replace(
+            paths, "host", signal.SIGKILL, ("host", "keeper", "nursery"), timeout_s
+        )  # SIGTERM would end the engines
+        _wait_until("the gateway has found it", timeout_s, lambda: bool(client.get("/admin/engines")["host_agent"]))
+        say("host agent and keeper are new, the engines go on")
+    else:
+        _replace(paths, "nursery", signal.SIGTERM, ("nursery",), timeout_s)
     report = []
     for engine in in_order(rows):
         began = time.monotonic()
@@ -41,23 +57,33 @@ def replace_all(client: Client, paths: Paths, timeout_s: float, say: Callable[[s
             {"engine": engine, "moved": answer["moved"], "incarnation": new["incarnation"], "seconds": seconds}
         )
         say(f"{engine}: {answer['moved']} streams moved, incarnation {new['incarnation']} serves after {seconds} s")
+    if gateway:
+        _replace(paths, "gateway", signal.SIGTERM, ("gateway",), timeout_s)
+        _wait_until("the new gateway can serve", timeout_s, client.healthy)
+        say("the gateway is new")
     return report
 
 
-def _replace_nursery(paths: Paths, timeout_s: float) -> None:
-    """The host agent starts another one, with the code that is installed now."""
-    old = pid_file.read(paths.pid_file("nursery"))
-    if old is None or not old.alive:
+def _replace(paths: Paths, victim: str, number: signal.Signals, names: tuple[str, ...], timeout_s: float) -> None:
+    """End a process whose parent starts the next one, and wait for the successors of all that ends with it."""
+    before = {name: known.pid for name in names if (known := pid_file.read(paths.pid_file(name))) and known.alive}
+    if victim not in before:
         return
     with contextlib.suppress(ProcessLookupError):
-        os.kill(old.pid, signal.SIGTERM)
+        os.kill(before[victim], number)
+
+    def replaced(name: str) -> bool:
+        now = pid_file.read(paths.pid_file(name))
+        return now is not None and now.alive and now.pid != before[name]
+
+    _wait_until(f"a new {victim} is there", timeout_s, lambda: all(replaced(name) for name in before))
+
+
+def _wait_until(what: str, timeout_s: float, probe: Callable[[], bool]) -> None:
     deadline = time.monotonic() + timeout_s
-    while True:
-        now = pid_file.read(paths.pid_file("nursery"))
-        if now is not None and now.alive and now.pid != old.pid:
-            return
+    while not probe():
         if time.monotonic() > deadline:
-            raise OpsError(f"no new nursery after {timeout_s:g} s; see the log of `serve`")
+            raise OpsError(f"waited {timeout_s:g} s until {what}; see the log of `serve`")
         time.sleep(POLL_S)
 
 

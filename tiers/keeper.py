@@ -49,6 +49,7 @@ OPS = (
     "sessions",
     "tenants",
     "pin",
+    "pins",
     "remove",
     "drop_locked",
 )
@@ -221,6 +222,8 @@ class Keeper:
         if op == "pin":
             operations.pin(str(request["namespace"]), str(request["session"]), bool(request.get("pinned", True)))
             return {}
+        if op == "pins":
+            return {"pins": operations.pins()}
         if op == "remove":
             force, dry_run = bool(request.get("force", False)), bool(request.get("dry_run", False))
             names = str(request["namespace"]), str(request["session"])

@@ -264,6 +264,11 @@ async def apositions(
     return (await _aask(path, {"op": "positions", "sequences": sequences}, timeout_s))["positions"]
 
 
+async def apins(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> frozenset[tuple[str, str]]:
+    """(namespace, session) of every pinned session, for an event loop. Raises KeeperAway, StoreFailed."""
+    return frozenset((pair[0], pair[1]) for pair in (await _aask(path, {"op": "pins"}, timeout_s))["pins"])
+
+
 async def aforget(
     path: str | os.PathLike[str],
     root: bytes,

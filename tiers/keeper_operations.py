@@ -150,6 +150,11 @@ class Operations:
                 group.delete_pin(key)
         self._drain.owe_sync()
 
+    def pins(self) -> list[tuple[str, str]]:
+        """(namespace, session) of every pinned session. Raises StoreFailed."""
+        with self._drain.store().snapshot() as view:
+            return [(pin.namespace, pin.session) for pin in view.pins().values()]
+
     def remove(self, namespace: str, session: str, *, force: bool, dry_run: bool) -> dict[str, int]:
         """Delete a session and what only it needs. Raises ValueError (it is live, and not `force`), StoreFailed."""
         self._drain.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,30 +134,159 @@ def test_next_turn_of_a_followed_session_restores_only_what_is_new(pair) -> None
     assert not standby.engine.follower.follows
 
 
+# ---------------------------------------------------------------- idle sessions
+
+
+def idle(tokens: list[int], session: str, name: str = "") -> m.Follow:
+    return m.Follow(f"idle:{name or session}", 0, m.pack_tokens(tokens), session=session, idle=True)
+
+
+def test_idle_session_is_followed_to_its_last_token_and_its_next_turn_restores_nothing(pair) -> None:  # type: ignore[no-untyped-def]
+    source, standby = pair
+    prompt = random_tokens(11, 150)
+    source.handle(submit(STREAM, prompt, answer=10, session="s"))
+    source.run()
+    tokens = known_tokens(source, prompt)
+    standby.handle(idle(tokens, "s"))
+    follow_until(standby, 160)
+    source.close()
+    standby.handle(m.Unfollow("idle:s"))
+    standby.handle(submit("n" * 24, [*tokens, 7, 8, 9], answer=5, session="s"))
+    standby.run()
+    started = standby.started("n" * 24)
+    assert (started.verdict, started.reused, started.recomputed) == ("resident", {"device": 160}, 3)
+
+
+def test_idle_follow_takes_only_room_that_is_nobodys_and_gives_way_first(pair) -> None:  # type: ignore[no-untyped-def]
+    source, standby = pair
+    lists = {}
+    for index in range(5):
+        stream, prompt = f"{index:024x}", random_tokens(20 + index, 40 + index)
+        source.handle(submit(stream, prompt, answer=4, session=f"s{index}"))
+        source.run()
+        lists[index] = prompt + source.tokens(stream)
+    standby.handle(submit("o" * 24, random_tokens(30, 50), answer=4, session="own"))
+    standby.run()
+    for index in range(3):
+        standby.handle(idle(lists[index], f"s{index}"))
+    assert len(standby.engine.follower.follows) == 3
+    standby.handle(idle(lists[3], "s3"))
+    assert told(standby)[-1] == m.Followed("idle:s3", 0, refused="no_slot"), "its own session stays"
+    standby.handle(submit("p" * 24, random_tokens(31, 30), answer=400))
+    standby.run_until_token("p" * 24, 2)
+    standby.handle(follow(lists[4]))
+    gave_way = [message for message in told(standby) if message.refused][-1]
+    assert gave_way.stream.startswith("idle:"), "a live stream comes before an idle session"
+    assert STREAM in standby.engine.follower.follows
+
+
+def test_refused_or_cancelled_submission_lets_go_of_what_followed_it(pair) -> None:  # type: ignore[no-untyped-def]
+    standby = pair[1]
+    tokens = random_tokens(12, 30)
+    for end in ("refused", "cancelled", "released"):
+        standby.handle(follow(tokens))
+        assert STREAM in standby.engine.follower.follows
+        bad = [*tokens, 100_000] if end == "refused" else tokens
+        standby.handle(submit(STREAM, bad, epoch=2))
+        if end != "refused":
+            standby.handle(m.Cancel(STREAM, 2) if end == "cancelled" else m.Release(STREAM, 2))
+        assert not standby.engine.follower.follows, end
+        assert not any(slot.busy for slot in standby.engine.arena.slots)
+
+
+def test_gateway_that_attaches_is_told_which_sessions_lie_here(pair) -> None:  # type: ignore[no-untyped-def]
+    source, standby = pair
+    prompt = random_tokens(13, 60)
+    source.handle(submit(STREAM, prompt, answer=5, session="s"))
+    source.run()
+    tokens = known_tokens(source, prompt)
+    standby.handle(idle(tokens, "s"))
+    follow_until(standby, 65)
+    for driver in (source, standby):
+        driver.handle(m.Attach("next"))
+    hellos = [next(s for s in driver.sent if isinstance(s, m.Hello)) for driver in (source, standby)]
+    packed = m.pack_tokens(tokens)
+    assert [hello.residents for hello in hellos] == [
+        [m.Resident("s", "default", "", packed, False)],
+        [m.Resident("s", "default", "", packed, True)],
+    ]
+
+
+# ---------------------------------------------------------------- moves
+
+
+def moved(source: EngineDriver, target: EngineDriver, stream: str, prompt: list[int], known: list[int], epoch: int,
+          **fields: Any) -> list[int]:  # fmt: skip
+    """As the gateway does it: precopy, release, submit. `known` is the answer so far; returns what the source had by the end of it."""
+    target.handle(m.Follow(stream, 0, m.pack_tokens([*prompt, *known])))
+    for _ in range(3):
+        target.step()
+    source.handle(m.Release(stream, epoch))
+    released = source.sent[-1]
+    assert (released.stream, released.epoch) == (stream, epoch)
+    count = len(source.tokens(stream))
+    source.run()
+    assert len(source.tokens(stream)) == count, "nothing is sent after the release"
+    tokens = [*prompt, *known]
+    target.handle(submit(stream, tokens, epoch=epoch + 1, prompt_count=len(prompt), prefill_start=0, **fields))
+    return tokens
+
+
 @pytest.mark.process
-def test_released_stream_goes_on_at_another_engine_bit_for_bit(pair) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_stream_moves_at_every_token_of_its_answer_bit_for_bit(pair, temperature: float) -> None:  # type: ignore[no-untyped-def]
+    """One stream for each token, moved after it; then one that moves after every token, to and fro."""
     source, target = pair
-    prompt, sampling = random_tokens(7, 300), m.Sampling(temperature=1.0, seed=9)
-    source.handle(submit("w" * 24, prompt, answer=30, sampling=sampling))
+    prompt, answer = random_tokens(7, 70), 32
+    fields = {"answer": answer, "sampling": m.Sampling(temperature=temperature, seed=9)}
+    source.handle(submit("w" * 24, prompt, **fields))
     source.run()
     want = source.tokens("w" * 24)
-    for stop_at in (1, 2, 13, 29):
+    for stop_at in range(1, answer):
         stream = f"{stop_at:024x}"
-        source.handle(submit(stream, prompt, answer=30, sampling=sampling))
+        source.handle(submit(stream, prompt, **fields))
         source.run_until_token(stream, stop_at)
-        source.handle(m.Release(stream, 1))
-        released = source.sent[-1]
-        tokens = prompt + source.tokens(stream)
-        assert released == m.Released(stream, 1, len(tokens) - 1)
-        source.run()
-        assert prompt + source.tokens(stream) == tokens, "nothing is sent after the release"
-        target.handle(
-            submit(stream, tokens, answer=30, epoch=2, prompt_count=len(prompt), sampling=sampling, prefill_start=0)
-        )
+        known = source.tokens(stream)
+        assert known == want[:stop_at]
+        moved(source, target, stream, prompt, known, 1, **fields)
         target.run()
-        assert tokens[len(prompt) :] + target.tokens(stream) == want
+        assert known + target.tokens(stream) == want, f"moved after {stop_at} tokens"
+    here, there, known = source, target, list[int]()
+    here.handle(submit(STREAM, prompt, **fields))
+    for epoch in range(1, answer):
+        here.run_until_token(STREAM, len(here.tokens(STREAM)) + 1)
+        known.append(here.tokens(STREAM)[-1])
+        moved(here, there, STREAM, prompt, known, epoch, **fields)
+        here, there = there, here
+    here.run()
+    assert known + here.tokens(STREAM)[-1:] == want, "moved after every token"
     source.handle(m.Release("0" * 24, 3))
     assert source.sent[-1] == m.Released("0" * 24, 3, -1)
+
+
+@pytest.mark.process
+def test_stream_moves_at_every_chunk_of_its_prefill(start_engine) -> None:  # type: ignore[no-untyped-def]
+    source, target = (start_engine(name, prefill_chunk=32) for name in ("e0", "e1"))
+    prompt = random_tokens(14, 300)
+    source.handle(submit("w" * 24, prompt, answer=8))
+    source.run()
+    want = source.tokens("w" * 24)
+    for chunks in range(10):
+        other = [*prompt[:-1], 3 + chunks]  # no two are equal, so each computes its last chunk at least
+        stream = f"{chunks:024x}"
+        source.engine.arena.forget(source.engine.arena.slots[0])
+        source.handle(submit(stream, other, answer=8))
+        for _ in range(chunks):
+            source.step()
+        if source.tokens(stream):
+            break
+        moved(source, target, stream, other, [], 1, answer=8)
+        target.run()
+        got = target.tokens(stream)
+        source.handle(submit(f"{chunks:023x}f", other, answer=8))
+        source.run()
+        assert got == source.tokens(f"{chunks:023x}f"), f"moved after {chunks} chunks"
+    assert len(want) == 8
 
 
 def test_engine_told_to_end_drains_first(start_engine, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -91,9 +91,9 @@ class World:
             return False
 
     async def engine(self, name: str, incarnation: int = 1, **options: Any) -> FakeEngine:
-        budget, root = options.pop("budget", None), options.pop("root", "")
+        budget, root, slots = options.pop("budget", None), options.pop("root", ""), options.pop("slots", 0)
         engine = FakeEngine(name, incarnation, self.directory, **options)
-        engine.root = root or engine.root
+        engine.root, engine.slots = root or engine.root, slots or engine.slots
         engine.budget = budget
         await engine.start()
         self.engines.append(engine)

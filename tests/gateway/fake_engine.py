@@ -76,6 +76,8 @@ class FakeEngine:
         self.unloads: list[str] = []
         self.adapter_error = ""
         self.follows: dict[str, list[int]] = {}
+        self.idle_follows: dict[str, m.Follow] = {}
+        self.kept: dict[str, m.Resident] = {}  # by session, what lies idle on the device
         self.follow_refusal = ""
         self.follow_lag = 0  # tokens that it stays behind
         self.releases: list[m.Release] = []
@@ -140,12 +142,15 @@ class FakeEngine:
                 self._hello()
             case m.Submit():
                 self.submits.append(message)
+                self._unfollow(message.stream)
                 if self.refuse is not None:
                     self.send(m.Refused(message.stream, message.epoch, self.refuse.code, self.refuse.message))
                     return
-                self.follows.pop(message.stream, None)
+                self.kept.pop(message.session, None)
                 self.sequences[message.stream] = FakeSequence(message)
                 self.sequences[message.stream].script = self.script
+                while self._room() < 0 and self._give_way():
+                    pass
                 self._work.set()
             case m.Cancel():
                 self.cancels.append(message)
@@ -155,7 +160,7 @@ class FakeEngine:
             case m.Follow():
                 self._follow(message)
             case m.Unfollow():
-                self.follows.pop(message.stream, None)
+                self._unfollow(message.stream)
             case m.Release():
                 self.releases.append(message)
                 sequence = self.sequences.get(message.stream)
@@ -173,24 +178,58 @@ class FakeEngine:
                 self.unloads.append(message.digest)
             case m.Park():
                 self.parks.append(message)
+                self.kept.pop(message.session, None)
+                self._unfollow(f"idle:{message.session}")
+                self.kept.pop(message.session, None)
                 self.send(m.Parked(message.request, 1, 42))
 
     def _follow(self, message: m.Follow) -> None:
         """As `engine/follow.py`, with tiers that hold everything but `follow_lag` tokens."""
         if self.follow_refusal:
-            self.follows.pop(message.stream, None)
+            self._unfollow(message.stream)
             self.send(m.Followed(message.stream, 0, refused=self.follow_refusal))
             return
+        if not message.start:
+            self._unfollow(message.stream)
+            full = self._room() <= 0
+            if full and (message.idle or not self.idle_follows or not self._give_way()):
+                self.send(m.Followed(message.stream, 0, refused="no_slot"))
+                return
         known = self.follows.get(message.stream)
         if message.start and (known is None or len(known) < message.start):
             self.send(m.Followed(message.stream, 0, refused="gap"))
             return
         tokens = [*(known or [])[: message.start], *m.unpack_tokens(message.tokens)]
         self.follows[message.stream] = tokens
-        self.send(m.Followed(message.stream, max(0, len(tokens) - 1 - self.follow_lag), caught_up=True))
+        if message.idle:
+            self.idle_follows[message.stream] = message
+        goal = len(tokens) if message.idle else len(tokens) - 1
+        self.send(m.Followed(message.stream, max(0, goal - self.follow_lag), caught_up=True))
+
+    def _room(self) -> int:
+        """Slots that are left."""
+        return self.slots - len(self.follows) - sum(not s.finish for s in self.sequences.values())
+
+    def _give_way(self) -> bool:
+        """As `Follower.make_room`."""
+        name = min(
+            self.follows, key=lambda name: (name not in self.idle_follows, len(self.follows[name])), default=None
+        )
+        if name is None:
+            return False
+        self._unfollow(name)
+        self.send(m.Followed(name, 0, refused="no_slot"))
+        return True
+
+    def _unfollow(self, name: str) -> None:
+        tokens, follow = self.follows.pop(name, None), self.idle_follows.pop(name, None)
+        if tokens is not None and follow is not None:
+            packed = m.pack_tokens(tokens)
+            self.kept[follow.session] = m.Resident(follow.session, follow.namespace, follow.adapter, packed, True)
 
     def _hello(self) -> None:
-        self.follows.clear()
+        for name in list(self.follows):
+            self._unfollow(name)
         live = [
             m.LiveStream(s.submit.stream, s.submit.epoch, m.pack_tokens(s.tokens), s.submit.prompt_count, s.finish)
             for s in self.sequences.values()
@@ -208,6 +247,7 @@ class FakeEngine:
                 VOCAB_COUNT,
                 self.slots,
                 live,
+                list(self.kept.values()),
             )
         )
         for sequence in self.sequences.values():
@@ -239,6 +279,9 @@ class FakeEngine:
                 await self.kill()
                 return
             outputs.append(sequence.draw())
+            if sequence.finish and sequence.submit.session:
+                submit, tokens = sequence.submit, m.pack_tokens(sequence.tokens)
+                self.kept[submit.session] = m.Resident(submit.session, submit.namespace, submit.adapter, tokens)
         self.send(m.Step(outputs))
         captured = [(s.submit.stream, s.submit.epoch, len(s.tokens) - 1) for s in active]
         self.send(m.Captured(captured))

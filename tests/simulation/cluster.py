@@ -41,9 +41,8 @@ class Link:
         self.last_heard = self._loop.time()
 
     def _later(self, direction: str, act: Callable[[], None]) -> None:
-        at = max(
-            self._loop.time() + self._engine.cluster.latency(), self._last[direction] + 1e-6
-        )  # timers of one time have no order
+        delay_s = self._engine.cluster.latency() + self._engine.slow_s
+        at = max(self._loop.time() + delay_s, self._last[direction] + 1e-6)  # timers of one time have no order
         self._last[direction] = at
         self._loop.call_at(at, act)
 
@@ -90,6 +89,8 @@ class Engine(FakeEngine):
         self.cluster = cluster
         self.hung = False
         self.draining = False
+        self.slow_s = 0.0  # that each message to or from it takes longer
+        self.refuse_move_of = ""  # stream that it refuses once, when a move submits it here
         self.waiting: list[tuple[Link, m.Message]] = []
         self.link: Link | None = None
         self.task = asyncio.get_running_loop().create_task(self._run())
@@ -122,9 +123,19 @@ class Engine(FakeEngine):
             return
         if isinstance(message, m.Submit):
             self.cluster.submitted(self, message)
+            if self.refuses(message):
+                self.refuse_move_of = ""
+                self._unfollow(message.stream)
+                self.send(m.Refused(message.stream, message.epoch, "failed", "refused on purpose"))
+                return
         self._take(message, None)  # type: ignore[arg-type]
         if isinstance(message, m.Shutdown):
             self.end()
+
+    def refuses(self, submit: m.Submit) -> bool:
+        move = self.cluster.gateway.dispatcher.moves.moves.get(submit.stream)
+        asked = submit.stream == self.refuse_move_of and move is not None
+        return asked and (move.phase, move.target) == ("resuming", self.name)  # type: ignore[union-attr]
 
     async def _step(self, active: list[Any]) -> None:
         if self.hung:
@@ -140,6 +151,14 @@ class Engine(FakeEngine):
         for link, message in waiting:
             self.arrived(link, message)
         self._work.set()
+
+    def repeat(self) -> None:
+        """Says again all that it said of its streams."""
+        if not self.hung:
+            for sequence in self.sequences.values():
+                if sequence.started:
+                    self.send(sequence.started)
+                    self.send(m.Step(sequence.outputs))
 
     def drain(self) -> None:
         """SIGTERM."""
@@ -239,6 +258,15 @@ class Host:
                 self._tell(self._up(engine))
         self._loop.call_later(self._cluster.latency(), self._cluster.gateway.host_answered.set)
 
+    def repeat(self) -> None:
+        """Says again who is up, and of whom it knows that they died."""
+        for name, (incarnation, alive) in self.known.items():
+            if alive and self._cluster.engines[name].incarnation == incarnation:
+                self._tell(self._up(self._cluster.engines[name]))
+            dead = incarnation - 1 if alive else incarnation
+            if dead:
+                self._tell(m.EngineDown(name, dead, "killed", 0.0, 0.0))
+
     def crash(self, away_s: float) -> None:
         self.up = False
         self._loop.call_later(away_s, self._back)
@@ -269,6 +297,8 @@ class Gateway:
             cluster.settings, self.table, "simulated", cluster.host.suspect, lambda name, incarnation: None,
             self.tasks.spawn, world,
         )  # fmt: skip
+        if self.dispatcher.standbys is not None:
+            self.dispatcher.standbys.pins = lambda: cluster.pins
         self.dispatcher.resume_all(self.table.load_live(), self.host_answered)
         self._last = 0.0
 
@@ -297,6 +327,7 @@ class Client:
         self.spec = spec
         self.cursor = len(m.unpack_tokens(spec.prompt))
         self.end: j.End | None = None
+        self.on_end: Callable[[Client], None] = lambda client: None
         self._cluster = cluster
         self._stream: Stream | None = None
         cluster.clients[spec.stream] = self
@@ -324,6 +355,13 @@ class Client:
         if stream.end is not None and self.end is None:
             self.end = stream.end
             stream.drop_reader(self)
+            self.on_end(self)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that it has of its stream."""
+        assert self._stream is not None
+        return self._stream.tokens
 
     def comment(self, text: str) -> None:
         pass
@@ -344,7 +382,8 @@ class Cluster:
         self.epochs: dict[str, int] = {}
         self.clients: dict[str, Client] = {}
         self.engines: dict[str, Engine] = {}
-        self.crashes = 0
+        self.pins: frozenset[tuple[str, str]] = frozenset()
+        self.opening = 0  # streams that will be opened yet
         self.host = Host(self)
         self.gateway = Gateway(self)
         for index in range(engine_count):
@@ -396,7 +435,7 @@ class Cluster:
     async def finish(self, limit_s: float = 600.0) -> None:
         """Every stream ends; then nothing is left anywhere."""
         deadline = asyncio.get_running_loop().time() + limit_s
-        while any(client.end is None for client in self.clients.values()):
+        while self.opening or any(client.end is None for client in self.clients.values()):
             assert asyncio.get_running_loop().time() < deadline, self.describe()
             await asyncio.sleep(0.1)
         await asyncio.sleep(30.0)  # deaths are told, engines are back, drains are over
@@ -423,12 +462,20 @@ class Cluster:
         assert not dispatcher.moves.moves
         for engine in dispatcher.engines.values():
             assert not engine.streams, f"{engine.name} is thought to work on {list(engine.streams)}"
-            assert not engine.followed, f"{engine.name} is thought to follow {list(engine.followed)}"
+            live = [state.stream for state in engine.followed.values() if not state.session]
+            assert not live, f"{engine.name} is thought to follow {live}"
+        protected = [s.session for e in dispatcher.engines.values() for s in e.followed.values() if not s.refused]
+        limit = self.settings.hot_sessions if self.settings.failover == "hot" else 0
+        unpinned = [session for session in protected if ("default", session) not in self.pins]
+        assert len(set(protected)) == len(protected), f"protected twice: {protected}"
+        assert len(unpinned) <= limit, f"{unpinned} are protected, at most {limit} may be"
         for fake in self.engines.values():
             if not fake.dead:
                 busy = [s.submit.stream for s in fake.sequences.values() if not s.finish]
                 assert not busy, f"{fake.name} still computes {busy}"
-                assert not fake.follows, f"{fake.name} still follows {list(fake.follows)}"
+                known = dispatcher.engines[fake.name].followed.values()
+                thought = sorted(state.stream for state in known if not state.refused)
+                assert sorted(fake.follows) == thought, f"{fake.name} follows {list(fake.follows)}, thought {thought}"
         for client in self.clients.values():
             assert client._stream is not None
             assert client._stream.journal is None or client._stream.journal._fd is None, "a journal is left open"

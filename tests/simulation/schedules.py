@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,18 @@ from typing import Any
 from engine import messages as m
 from gateway import journal as j
 from gateway.errors import ApiError
+from gateway.following import IdleSession
+from gateway.migration import Move
 from gateway.tokenizer import TextCodec
-from tests.simulation.cluster import HANG_BOUND_S, Client, Cluster
+from tests.simulation.cluster import HANG_BOUND_S, Client, Cluster, Engine
 
 SPAN_S = 2.5  # faults fall into it; answers take about as long
+SEEN: Counter[str] = Counter()  # what has come to pass in this process, by name
 
 
 async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: bool = False) -> Cluster:
     """One seed from start to end. Raises AssertionError where something that must hold does not."""
     shutil.rmtree(directory, ignore_errors=True)
-    import random
-
     draw = random.Random(seed ^ 0x5EED)
     policy = draw.choice(["cold", "warm", "hot"])
     deaths = 2 if poison else 1000
@@ -31,14 +34,15 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
     cluster.poison = poison_seed
     for engine in cluster.engines.values():
         engine.poison = poison_seed
+    cluster.pins = frozenset({("default", "s0")} if draw.random() < 0.3 else ())
     await asyncio.sleep(0.2)
-    loop = asyncio.get_running_loop()
     count = draw.randint(1, 10)
     for index in range(count):
-        loop.call_later(draw.uniform(0, 0.5 * SPAN_S), _open, cluster, index, draw.randint(5, 40), None)
+        _open_at(draw.uniform(0, 0.5 * SPAN_S), cluster, index, draw.randint(5, 40))
     if poison_seed is not None:
-        loop.call_later(draw.uniform(0.1, 0.5), _open, cluster, count, 20, poison_seed)
-    faults = [] if poison else [draw.choice(FAULTS) for _ in range(draw.randint(1, 6))]
+        _open_at(draw.uniform(0.1, 0.5), cluster, count, 20, seed=poison_seed)
+    kinds = HARMLESS if poison else FAULTS
+    faults = [draw.choice(kinds) for _ in range(draw.randint(0 if poison else 1, 6))]
     tasks = [asyncio.create_task(_at(draw.uniform(0.0, SPAN_S), fault, cluster)) for fault in faults]
     await asyncio.sleep(SPAN_S)
     await asyncio.gather(*tasks)
@@ -50,21 +54,45 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
         else:
             assert client.end.finish_reason in ("length", "stop"), client.end
             assert client.cursor == client.spec.max_position
+    SEEN.update(f"policy {policy}" for _ in cluster.clients)
     return cluster
 
 
-def _open(cluster: Cluster, index: int, answer: int, seed: int | None) -> None:
-    prompt = list(range(5, 5 + cluster.draw.randint(1, 60)))
+def _open_at(delay_s: float, cluster: Cluster, index: int, answer: int, *, seed: int | None = None) -> None:
+    """A stream after a while; one of three belongs to a session that may have further turns."""
+    draw = cluster.draw
+    prompt = list(range(5, 5 + draw.randint(1, 60)))
+    session = f"s{index}" if draw.random() < 0.3 and seed is None else ""
+    turns = draw.randint(1, 3) if session else 1
+    cluster.opening += 1
+    sampling = m.Sampling(seed=1000 + index if seed is None else seed)
+    asyncio.get_running_loop().call_later(delay_s, _open, cluster, index, prompt, answer, sampling, session, turns)
+
+
+def _open(
+    cluster: Cluster, index: int, prompt: list[int], answer: int, sampling: m.Sampling, session: str, turns: int
+) -> None:
     if not cluster.gateway.alive:
-        asyncio.get_running_loop().call_later(0.1, _open, cluster, index, answer, seed)
+        arguments = (cluster, index, prompt, answer, sampling, session, turns)
+        asyncio.get_running_loop().call_later(0.1, _open, *arguments)
         return
+    cluster.opening -= 1
     spec = j.StreamSpec(
-        stream=f"{index:024x}", kind="text", created=0, model="tiny", prompt=m.pack_tokens(prompt),
-        sampling=m.Sampling(seed=seed if seed is not None else 1000 + index), stop=[], stop_tokens=[],
-        max_position=len(prompt) + answer, stored=cluster.draw.random() < 0.5,
-        session=f"s{index}" if cluster.draw.random() < 0.3 else "",
+        stream=f"{len(cluster.clients):024x}", kind="text", created=0, model="tiny", prompt=m.pack_tokens(prompt),
+        sampling=sampling, stop=[], stop_tokens=[], max_position=len(prompt) + answer,
+        stored=cluster.draw.random() < 0.5, session=session,
     )  # fmt: skip
-    Client(cluster, spec).begin(cluster.gateway)
+    client = Client(cluster, spec)
+    if turns > 1:
+        cluster.opening += 1
+        client.on_end = lambda client: _next_turn(client, cluster, index, sampling, session, turns - 1)
+    client.begin(cluster.gateway)
+
+
+def _next_turn(client: Client, cluster: Cluster, index: int, sampling: m.Sampling, session: str, turns: int) -> None:
+    prompt = [*client.tokens, *range(5, 5 + cluster.draw.randint(1, 20))]
+    delay_s, answer = cluster.draw.uniform(0.0, 1.0), cluster.draw.randint(2, 20)
+    asyncio.get_running_loop().call_later(delay_s, _open, cluster, index, prompt, answer, sampling, session, turns)
 
 
 async def _at(delay_s: float, fault: Callable[[Cluster], Coroutine[Any, Any, None]], cluster: Cluster) -> None:
@@ -87,8 +115,11 @@ async def kill_all_engines(cluster: Cluster) -> None:
 async def stop_engine(cluster: Cluster) -> None:
     """SIGSTOP; it wakes up before or after it was found."""
     engine = cluster.engines[cluster.draw.choice(sorted(cluster.engines))]
-    if engine.dead:
-        return
+    if not engine.dead:
+        await _hang(cluster, engine)
+
+
+async def _hang(cluster: Cluster, engine: Engine) -> None:
     engine.hung = True
     asyncio.get_running_loop().call_later(HANG_BOUND_S, cluster.host.fence, engine)
     await asyncio.sleep(cluster.draw.uniform(0.01, 3 * HANG_BOUND_S))
@@ -115,21 +146,80 @@ async def kill_host(cluster: Cluster) -> None:
         cluster.host.crash(cluster.draw.uniform(0.05, 0.5))
 
 
-async def migrate(cluster: Cluster) -> None:
+async def migrate(cluster: Cluster) -> Move | None:
     """A live stream to any engine; nonsense is refused."""
     live = sorted(cluster.gateway.table.live)
-    if live and cluster.gateway.alive:
-        stream = cluster.gateway.table.live[cluster.draw.choice(live)]
-        try:
-            cluster.gateway.dispatcher.moves.start(stream, cluster.draw.choice(sorted(cluster.engines)), "simulated")
-        except ApiError:
-            pass
+    if not live or not cluster.gateway.alive:
+        return None
+    stream = cluster.gateway.table.live[cluster.draw.choice(live)]
+    try:
+        move = cluster.gateway.dispatcher.moves.start(stream, cluster.draw.choice(sorted(cluster.engines)), "simulated")
+    except ApiError:
+        SEEN["refused: a move"] += 1
+        return None
+    move.done.add_done_callback(lambda done: SEEN.update([f"move: {done.result().outcome}"]))
+    return move
 
 
 async def migrate_often(cluster: Cluster) -> None:
     for _ in range(10):
         await migrate(cluster)
         await asyncio.sleep(cluster.draw.uniform(0.0, 0.1))
+
+
+async def migrate_amid_a_fault(cluster: Cluster) -> None:
+    """Something happens to one of the two, or to gateway, host agent or keeper, in each phase of the move."""
+    move = await migrate(cluster)
+    if move is None:
+        return
+    if cluster.draw.random() < 0.4:  # its state isn't there for a while: the copy takes time
+        asyncio.get_running_loop().create_task(_lag(cluster, cluster.engines[move.target]))
+    await asyncio.sleep(cluster.draw.choice([0.0, 0.001, 0.005, 0.01, 0.02, 0.04]))
+    engine = cluster.engines[cluster.draw.choice([move.source, move.target])]
+    act = cluster.draw.choice(["crash", "hang", "end", "lose", "gateway", "host", "keeper", "refuse"])
+    SEEN[f"amid a move: {act}"] += 1
+    if act == "crash":
+        engine.crash()
+    elif act == "hang" and not engine.dead:
+        await _hang(cluster, engine)
+    elif act == "end":
+        engine.drain()
+    elif act == "lose" and engine.link is not None:
+        engine.link.lose()
+    elif act == "refuse":
+        cluster.engines[move.target].refuse_move_of = move.stream.id
+    elif act in ("gateway", "host", "keeper"):
+        await {"gateway": kill_gateway, "host": kill_host, "keeper": stop_keeper}[act](cluster)
+
+
+async def move_idle(cluster: Cluster) -> None:
+    """A session between two turns, to any engine."""
+    gateway = cluster.gateway
+    idle = [c for c in cluster.clients.values() if c.spec.session and c.end is not None and gateway.alive]
+    target = gateway.dispatcher.engines.get(cluster.draw.choice(sorted(cluster.engines)))
+    if not idle or target is None or not target.placeable:
+        return
+    client = cluster.draw.choice(idle)
+    if gateway.dispatcher.is_answering(client.spec.session):
+        return
+    session = IdleSession(client.spec.session, "default", "", m.pack_tokens(client.tokens))
+    try:
+        SEEN[f"idle: {await gateway.dispatcher.moves.move_idle(session, target, 1.0)}"] += 1
+    except TimeoutError:
+        SEEN["idle: not parked in time"] += 1
+
+
+async def park(cluster: Cluster) -> None:
+    """A session leaves every device."""
+    gateway = cluster.gateway
+    idle = [c.spec.session for c in cluster.clients.values() if c.spec.session and c.end is not None]
+    idle = [session for session in idle if not gateway.dispatcher.is_answering(session)]
+    if idle and gateway.alive:
+        try:
+            await gateway.dispatcher.park(cluster.draw.choice(idle), 1.0)
+            SEEN["parked"] += 1
+        except TimeoutError:
+            SEEN["not parked in time"] += 1
 
 
 async def drain(cluster: Cluster) -> None:
@@ -148,14 +238,56 @@ async def refuse_follows(cluster: Cluster) -> None:
     engine.follow_refusal = ""
 
 
-async def lag_captures(cluster: Cluster) -> None:
-    engine = cluster.engines[cluster.draw.choice(sorted(cluster.engines))]
-    engine.follow_lag = cluster.draw.randint(1, 50)
+async def fill_lane(cluster: Cluster) -> None:
+    """What one engine is to follow isn't there for a while, since the lane that it is to come from has no room."""
+    await _lag(cluster, cluster.engines[cluster.draw.choice(sorted(cluster.engines))])
+
+
+async def _lag(cluster: Cluster, engine: Engine) -> None:
+    engine.follow_lag = cluster.draw.choice([3, 20, 10_000])
     await asyncio.sleep(cluster.draw.uniform(0.1, 1.0))
     engine.follow_lag = 0
 
 
+async def stop_keeper(cluster: Cluster) -> None:
+    """The lanes fill, one after the other, until it is back; then everything is caught up with."""
+    engines = list(cluster.engines.values())
+    for engine in engines:
+        engine.follow_lag = 10_000
+        await asyncio.sleep(cluster.draw.uniform(0.0, 0.2))
+    await asyncio.sleep(cluster.draw.uniform(0.1, 1.0))
+    for engine in engines:
+        engine.follow_lag = 0
+
+
+async def delay_messages(cluster: Cluster) -> None:
+    """To and from one engine, by up to half a second; their order stays."""
+    engine = cluster.engines[cluster.draw.choice(sorted(cluster.engines))]
+    engine.slow_s = cluster.draw.uniform(0.02, 0.5)
+    await asyncio.sleep(cluster.draw.uniform(0.1, 1.0))
+    engine.slow_s = 0.0
+
+
+async def repeat_messages(cluster: Cluster) -> None:
+    """Engines and host agent say again what they have said."""
+    for _ in range(cluster.draw.randint(1, 4)):
+        cluster.engines[cluster.draw.choice(sorted(cluster.engines))].repeat()
+        if cluster.host.up:
+            cluster.host.repeat()
+        await asyncio.sleep(cluster.draw.uniform(0.0, 0.1))
+
+
+async def overload(cluster: Cluster) -> None:
+    """Many more streams at once than there are slots."""
+    for index in range(cluster.draw.randint(8, 24)):
+        _open_at(0.0, cluster, 100 + index, cluster.draw.randint(1, 3))
+
+
+# Nothing of these kills an engine.
+HARMLESS = [
+    migrate, migrate_often, move_idle, park, drain, refuse_follows, fill_lane, stop_keeper, delay_messages, repeat_messages, overload,
+]  # fmt: skip
 FAULTS = [
     kill_engine, kill_engine, kill_all_engines, stop_engine, stop_engine, terminate_engine, lose_link, kill_gateway, kill_gateway,
-    kill_host, migrate, migrate_often, drain, refuse_follows, lag_captures,
+    kill_host, *(6 * [migrate_amid_a_fault]), *HARMLESS,
 ]  # fmt: skip

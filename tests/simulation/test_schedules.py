@@ -1,6 +1,7 @@
 """Thousands of fault schedules in virtual time: each token once and in order, one owner an epoch, every stream ends, nothing leaks.
 
-A failing seed is printed; put it into REGRESSIONS. `SIMULATION_SEEDS=START:COUNT` runs others, `make soak` many more.
+A seed that fails is printed, and kept in pytest's cache, so that the next run begins with it; put it into REGRESSIONS then.
+`SIMULATION_SEEDS=START:COUNT` runs others, without a limit of time; `make soak` many more.
 """
 
 from __future__ import annotations
@@ -12,44 +13,87 @@ from pathlib import Path
 import pytest
 
 from gateway.tokenizer import TextCodec
-from tests.simulation.schedules import run_schedule
+from tests.simulation.schedules import SEEN, run_schedule
 from tests.simulation.virtual_time import run
 
 REGRESSIONS: list[int] = []
 POISON_REGRESSIONS: list[int] = []
-START, COUNT = (int(part) for part in os.environ.get("SIMULATION_SEEDS", "0:2000").split(":"))
-LIMIT_S = 45.0  # of real time; on a slow machine fewer seeds run, and the test says how many
+KEPT = "concordia/simulation-seeds"
+CHOSEN = os.environ.get("SIMULATION_SEEDS", "")
+START, COUNT = (int(part) for part in (CHOSEN or "0:2400").split(":"))
+LIMIT_S = 1e9 if CHOSEN else 48.0  # of real time; on a slow machine fewer seeds run, and the test says how many
 PARTS = 4
+ENOUGH = 400  # seeds after which everything that can happen has
+
+# What a move can come to, and what happens while one is on its way.
+OUTCOMES = {
+    "move: moved", "move: ended", "move: source lost", "move: target lost", "move: target refused: no_slot",
+    "move: source lost; recovered", "move: target lost; recovered", "move: target refused; the source goes on",
+    "idle: moved", "parked", "refused: a move", "policy cold", "policy warm", "policy hot",
+    *(f"amid a move: {act}" for act in ("crash", "hang", "end", "lose", "gateway", "host", "keeper", "refuse")),
+}  # fmt: skip
 
 
-def check(seeds: range | list[int], journals: Path, codec: TextCodec, *, poison: bool = False) -> None:
-    began = time.monotonic()
-    for done, seed in enumerate(seeds):
+class Seeds:
+    """Runs seeds, and keeps those that fail."""
+
+    def __init__(self, cache: pytest.Cache, journals: Path, codec: TextCodec) -> None:
+        self._cache = cache
+        self._journals = journals
+        self._codec = codec
+
+    @property
+    def kept(self) -> list[tuple[int, bool]]:
+        """(seed, poison) of those that failed in earlier runs here."""
+        return [(int(seed), bool(poison)) for seed, poison in self._cache.get(KEPT, [])]
+
+    def check(self, seeds: range | list[int], *, poison: bool = False, limit_s: float = 1e9) -> int:
+        """How many of the seeds were run within the limit; fails at the first that does."""
+        began = time.monotonic()
+        for done, seed in enumerate(seeds):
+            if time.monotonic() - began > limit_s:
+                print(f"{done} of {len(seeds)} seeds in {limit_s:g} s")
+                return done
+            self.check_one(seed, poison)
+        return len(seeds)
+
+    def check_one(self, seed: int, poison: bool) -> None:
+        others = [entry for entry in self.kept if entry != (seed, poison)]
         try:
-            run(run_schedule(seed, journals, codec, poison=poison))
+            run(run_schedule(seed, self._journals, self._codec, poison=poison))
         except BaseException as error:
+            self._cache.set(KEPT, [*others, (seed, poison)])
             pytest.fail(f"seed {seed}{' (poison)' if poison else ''}: {type(error).__name__}: {error}", pytrace=True)
-        if time.monotonic() - began > LIMIT_S / PARTS:
-            print(f"{done + 1} of {len(seeds)} seeds in {LIMIT_S / PARTS:g} s")
-            return
+        if len(others) != len(self.kept):
+            self._cache.set(KEPT, others)
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest, journals: Path, codec: TextCodec, quiet: None) -> Seeds:
+    assert request.config.cache is not None
+    return Seeds(request.config.cache, journals, codec)
+
+
+def test_seeds_that_failed_before(seeds: Seeds) -> None:
+    seeds.check(REGRESSIONS)
+    seeds.check(POISON_REGRESSIONS, poison=True)
+    for seed, poison in seeds.kept:
+        seeds.check_one(seed, poison)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_seeded_schedules(part: int, journals: Path, codec: TextCodec, quiet: None) -> None:
-    check(range(START + part, START + COUNT, PARTS), journals, codec)
+def test_seeded_schedules(part: int, seeds: Seeds) -> None:
+    done = seeds.check(range(START + part, START + COUNT, PARTS), limit_s=LIMIT_S / PARTS)
+    if done >= ENOUGH:
+        assert SEEN.keys() >= OUTCOMES, f"never seen in {done} seeds: {sorted(OUTCOMES - SEEN.keys())}"
 
 
-def test_schedules_with_a_poison_request(journals: Path, codec: TextCodec, quiet: None) -> None:
-    check(range(START, START + COUNT // 20), journals, codec, poison=True)
-
-
-def test_seeds_that_failed_before(journals: Path, codec: TextCodec, quiet: None) -> None:
-    check(REGRESSIONS, journals, codec)
-    check(POISON_REGRESSIONS, journals, codec, poison=True)
+def test_schedules_with_a_poison_request(seeds: Seeds) -> None:
+    seeds.check(range(START, START + COUNT // 20), poison=True, limit_s=LIMIT_S / PARTS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_more_schedules(journals: Path, codec: TextCodec, quiet: None) -> None:
+def test_many_more_schedules(seeds: Seeds) -> None:
     for seed in range(1_000_000, 1_000_000 + 100_000):
-        check([seed], journals, codec, poison=seed % 20 == 0)
+        seeds.check_one(seed, poison=seed % 20 == 0)
