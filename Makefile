@@ -49,7 +49,7 @@ demo: $(STAMP)  ## an answer streams, its engine is killed, the stream goes on; 
 
 soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store, a kill at every token of an answer
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@exec $(PY) -m pytest -m soak --timeout 7200 $(ARGS)
+	@exec $(PY) -m pytest -m soak -s --timeout 7200 $(ARGS)
 
 bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick)
 	@$(VENV)/bin/concordia pull --if-missing smollm2

@@ -25,6 +25,7 @@ from engine.capture import Capture, Cursor
 from engine.errors import BadRequest, Fenced
 from engine.follow import Follower
 from engine.grammar import Grammars
+from engine.lane_watch import LaneWatch
 from engine.link import GatewayLink
 from engine.model import Model
 from engine.placement import choose_slot
@@ -87,6 +88,7 @@ class Engine:
     grammars: Grammars
     adapters: Adapters
     follower: Follower
+    lane_watch: LaneWatch
     drain_s: float = 8.0
     draining_until: float = 0.0
     waiting: list[Sequence] = field(default_factory=list)
@@ -117,6 +119,7 @@ class Engine:
             self.step()
             self.follow()
             self._drain()
+            self.watch_lane()
             self.page.beat()
             self._tell_stats()
         self._capture_everything()
@@ -331,6 +334,8 @@ class Engine:
             if sequence.cursor is not None:
                 position = sequence.cursor.position
         self._write_points(everything=True)
+        if self.capture:
+            self.capture.settle()
         self.link.send(m.Released(*key, position))
 
     def _take_off_queue(self, key: tuple[str, int]) -> bool:
@@ -364,6 +369,8 @@ class Engine:
         running = {s.slot.index for s in self.active if s.slot}
         freed, position = 0, 0
         self._catch_up()
+        if self.capture:
+            self.capture.settle()
         for slot in self.arena.slots:
             if slot.session != park.session or slot.index in running or not slot.length:
                 continue
@@ -719,6 +726,7 @@ class Engine:
             else:
                 self.lagging.append((cursor, slot))
             slot.stored = max(slot.stored, cursor.position)
+            self.capture.settle()
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
         if not sequence.submit.capture:
             self._vacate(slot)
@@ -735,6 +743,27 @@ class Engine:
                 self.capture.close(cursor)
                 slot.stored = max(slot.stored, cursor.position)
                 self.lagging.remove((cursor, slot))
+
+    def watch_lane(self) -> None:
+        """If somebody deleted the lane's file: go on in a new one, and capture again what the tiers don't hold."""
+        lane = self.lane_watch.look(self.capture.lane) if self.capture else None
+        if self.capture is None or lane is None:
+            return
+        self.capture.renew(lane)
+        live = [(s.cursor, s.slot) for s in self.active if s.cursor and s.slot]
+        for cursor, slot in (*live, *self.lagging):
+            if not cursor.lost:
+                self.capture.begin_again(cursor, self._held(slot))
+                slot.stored = min(slot.stored, cursor.position)
+        self._catch_up()
+        log.info("capture.lane_renewed", lane=str(lane.path), sequences=len(live) + len(self.lagging))
+
+    def _held(self, slot: Slot) -> int:
+        """How much of a slot's token list the tiers hold."""
+        tokens = np.ascontiguousarray(slot.tokens[: slot.length])
+        root = RootId(m.adapter_root(self.root, slot.adapter))
+        extents = self.finder.find(root, slot.namespace, tokens, limit=len(tokens), block_tokens=self.block_tokens)
+        return extents[-1].token_end if extents else 0
 
     def _abandon(self, slot: Slot) -> None:
         """A slot is taken over: what of it was never captured is lost to the tiers, and only costs recomputing."""
@@ -767,6 +796,8 @@ class Engine:
         self.link.send(m.Stats(self.stats()))
         positions = [(*s.key, s.cursor.position) for s in self.active if s.cursor]
         if positions:
+            if self.capture:
+                self.capture.settle()
             self.link.send(m.Captured(positions))
 
     def stats(self) -> m.EngineStats:
@@ -789,6 +820,8 @@ class Engine:
             captured_bytes=capture.captured_bytes if capture else 0,
             capture_seconds=capture.seconds if capture else 0.0,
             lane_full=capture.lane_full if capture else 0,
+            lanes_renewed=self.lane_watch.renewed,
+            lane_gone=int(self.lane_watch.is_gone),
             lane_free_bytes=capture.lane.free_bytes if capture else 0,
             bad_blocks=counters.bad_blocks,
             capture_lag_tokens=sum(slot.length - slot.stored for slot in resident if slot.captured),

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from engine.errors import Fenced, UnsupportedModel
 from engine.exactness import likely_way, make_exact, step_tokens
 from engine.follow import Follower
 from engine.grammar import Grammars, warm
+from engine.lane_watch import LaneWatch
 from engine.link import GatewayLink
 from engine.loop import Engine
 from engine.model import Model, load
@@ -134,14 +136,8 @@ def build(
     if options.deterministic:
         make_exact(model, arena, cache, options.prefill_chunk)
     root = model.root(arena.layout, tiers.block_tokens, exact=cache.exact)
-    lane = LaneWriter.open(
-        paths.lane(engine),
-        lane_bytes=tiers.lane_bytes,
-        record_count=tiers.lane_record_count,
-        incarnation=incarnation,
-        device=tiers.lane_device,
-        flush=tiers.lane_flush,
-    )
+    open_lane = partial(lane_of, engine, incarnation, tiers, paths)
+    lane = open_lane()
     page.beat()
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
     if capture and model.device.type == "cuda":
@@ -178,7 +174,21 @@ def build(
         adapters=adapters,
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
         follower=Follower(arena, root, tiers.block_tokens, speeds),
+        lane_watch=LaneWatch(open_lane),
         drain_s=options.drain_s,
+    )
+
+
+def lane_of(engine: str, incarnation: int, tiers: TierSettings, paths: Paths) -> LaneWriter:
+    """Open the engine's lane for writing; made anew if there is none."""
+    paths.lane_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return LaneWriter.open(
+        paths.lane(engine),
+        lane_bytes=tiers.lane_bytes,
+        record_count=tiers.lane_record_count,
+        incarnation=incarnation,
+        device=tiers.lane_device,
+        flush=tiers.lane_flush,
     )
 
 

@@ -41,6 +41,7 @@ from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
 from gateway.errors import ApiError
 from gateway.host_link import HostLink
+from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable
@@ -90,6 +91,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         tasks.spawn(gateway.host.run())
         tasks.spawn(_sweep_forever(gateway))
         tasks.spawn(gateway.durability.run())
+        tasks.spawn(gateway.durability.journals.run())
         log.info(
             "gateway.ready",
             host=config.gateway.host,
@@ -106,6 +108,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         metrics.registry.unregister(collector)
         gateway.table.close()
         gateway.groups.close()
+        gateway.durability.journals.close()
         gateway.sessions.close()
         log.info("gateway.stopped", live_streams=len(gateway.table.live))
 
@@ -124,17 +127,21 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     identity = f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     codec = load_tokenizer(config.model_dir)
     facts = read_model_facts(config.model_dir)
-    table = StreamTable(config.paths.journal_dir, codec)
+    tiers = config.tiers
+    journals = JournalSync(config.paths.journal_dir, durability=tiers.durability, interval_ms=tiers.sync_interval_ms)
+    table = StreamTable(config.paths.journal_dir, codec, journals.written)
     sessions = SessionTable(config.paths.sessions)
     host = HostLink(config.paths.host_socket, identity)
     dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
     host.on_news = dispatcher.on_host_news
-    groups = GroupTable(config.paths.journal_dir, table)
+    groups = GroupTable(config.paths.journal_dir, table, journals.written)
     adapters = AdapterTable(config.paths.data_dir / "adapters")
     dispatcher.adapter_directory = adapters.directory
     _name_adapters(config, adapters)
 
-    durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values)
+    durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values, journals)
+    if tiers.durability == "turn":
+        dispatcher.before_end = durability.settle
 
     standbys = dispatcher.standbys
     if standbys is not None:

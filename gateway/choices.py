@@ -183,15 +183,16 @@ def _mean_logprob(stream: Stream) -> float:
 class GroupTable:
     """All groups of this gateway. Journals: DATA/journal/<group>.group, beside those of the choices."""
 
-    def __init__(self, directory: Path, table: StreamTable) -> None:
+    def __init__(self, directory: Path, table: StreamTable, written: j.Written = j.untold) -> None:
         self._directory = directory
         self._table = table
+        self._written = written
         self._recent: OrderedDict[str, Group] = OrderedDict()
         self.live: dict[str, Group] = {}
 
     def open(self, spec: j.GroupSpec, streams: list[Stream]) -> Group:
         """Start a group whose choices are open already."""
-        journal = j.Journal(self._path(spec.group))
+        journal = j.Journal(self._path(spec.group), written=self._written)
         journal.append(spec)
         return self._keep(Group(spec, streams, journal))
 
@@ -209,7 +210,8 @@ class GroupTable:
             path.rename(path.with_suffix(".bad"))
             return
         spec, orders, good = parts
-        group = Group(spec, [stream for stream in streams if stream], j.Journal(path, good_bytes=good))
+        journal = j.Journal(path, good_bytes=good, written=self._written)
+        group = Group(spec, [stream for stream in streams if stream], journal)
         for order in orders:
             group.apply(order)
         self._keep(group)

@@ -148,6 +148,9 @@ class Dispatcher:
         self.engines: dict[str, Engine] = {}
         self.pending: dict[str, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda stream: None
+        self.before_end: Callable[[Stream], Coroutine[Any, Any, None]] | None = (
+            None  # an answer that is complete waits for this
+        )
         self.adapter_directory: Callable[[str], Path] = Path
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
@@ -160,7 +163,7 @@ class Dispatcher:
 
     def submit(self, stream: Stream) -> None:
         """Place a stream: at once, or as soon as an engine is up."""
-        if stream.end is None:
+        if stream.end is None and not stream.finish:
             self.pending[stream.id] = stream
             self._place_pending()
 
@@ -529,7 +532,8 @@ class Dispatcher:
             detect_ms=detect_ms, fence_ms=fence_ms,
         )  # fmt: skip
         self._release(engine)
-        streams, engine.streams = list(engine.streams.values()), {}
+        # One whose answer is complete needs no engine any more, only its end.
+        streams, engine.streams = [s for s in engine.streams.values() if not s.finish], {}
         engine.residents.clear()
         following.lost(engine)
         metrics.engine_losses.labels(reason).inc()
@@ -702,7 +706,7 @@ class Dispatcher:
         position = len(stream.tokens)
         accepted = []
         for output in outputs:
-            if output.epoch != stream.epoch or output.position < position or stream.end is not None:
+            if output.epoch != stream.epoch or output.position < position or stream.finish or stream.end is not None:
                 metrics.duplicate_tokens.inc()
             elif output.position > position:
                 metrics.gaps_refused.inc()
@@ -740,7 +744,7 @@ class Dispatcher:
         if stream.finish:
             if stream.stopped_by_text:
                 self._cancel_at_engine(stream, len(stream.tokens))
-            self._end(stream, stream.finish, "stop_string" if stream.stopped_by_text else stream.finish)
+            self._finish(stream)
         else:
             stream.advance_readers()
 
@@ -766,6 +770,18 @@ class Dispatcher:
         return recovery
 
     # ------------------------------------------------------------ ends
+
+    def _finish(self, stream: Stream) -> None:
+        """An answer is complete: end it, once it is as durable as is asked for."""
+        cause = "stop_string" if stream.stopped_by_text else stream.finish
+        if self.before_end is None:
+            self._end(stream, stream.finish, cause)
+        else:
+            self._spawn(self._end_after(self.before_end(stream), stream, cause))
+
+    async def _end_after(self, durable: Coroutine[Any, Any, None], stream: Stream, cause: str) -> None:
+        await durable
+        self._end(stream, stream.finish, cause)
 
     def _resubmit(self, engine: Engine, stream: Stream) -> None:
         """The engine lost the thread of this stream: the same again under a new epoch."""

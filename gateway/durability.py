@@ -18,6 +18,7 @@ import structlog
 
 from gateway import metrics
 from gateway.dispatch import Engine
+from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
 from gateway.streams import Stream, StreamTable
 from tiers import keeper_client
@@ -30,6 +31,7 @@ INTERVAL_S = 1.0
 PINS_INTERVAL_S = 5.0
 ASK_TIMEOUT_S = 5.0
 ENDED_KEPT_S = 120.0
+TURN_WAIT_S = 5.0
 STREAMS_A_REQUEST = 4096
 
 
@@ -37,7 +39,7 @@ STREAMS_A_REQUEST = 4096
 class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
-    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing` or `lane_full`
+    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full` or `lane_gone`
     since   unix time at which it was first seen
     """
 
@@ -55,8 +57,10 @@ HINTS = {
     "over_budget": "sessions least recently used are evicted; if none can be: raise tiers.disk_budget_bytes or store_map_bytes, "
     "unpin or end sessions",
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
+    "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
     "raise tiers.lane_bytes if it happens under normal load",
+    "lane_gone": "a new one is made by itself; if it can't be, the engine's log says why (no room in shared memory, no rights)",
 }
 
 
@@ -81,9 +85,11 @@ class Durability:
     """Owner of what is known about durability; `run` is its task."""
 
     def __init__(
-        self, keeper_socket: Path, table: StreamTable, sessions: SessionTable, engines: Callable[[], Iterable[Engine]]
-    ) -> None:
+        self, keeper_socket: Path, table: StreamTable, sessions: SessionTable, engines: Callable[[], Iterable[Engine]],
+        journals: JournalSync,
+    ) -> None:  # fmt: skip
         self._socket = keeper_socket
+        self.journals = journals
         self._table = table
         self._sessions = sessions
         self._engines = engines
@@ -105,6 +111,23 @@ class Durability:
         while True:
             await self.look()
             await asyncio.sleep(INTERVAL_S)
+
+    async def settle(self, stream: Stream) -> None:
+        """Before an answer ends under `turn`: its journal onto the disk, and its state as far as it is captured.
+
+        Waits for TURN_WAIT_S at most: a disk or a keeper that is stuck never keeps an answer from ending, but it is said.
+        """
+        trouble = ""
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                if not await self.journals.sync([stream.journal.path] if stream.journal else []):
+                    trouble = "its journal can't be synced"
+                await keeper_client.adrain(self._socket, sync=True, timeout_s=TURN_WAIT_S)
+        except (TierError, TimeoutError) as error:
+            trouble = trouble or str(error) or f"not within {TURN_WAIT_S:g} s"
+        if trouble:
+            metrics.turns_unsynced.inc()
+            log.warning("deliver.turn_unsynced", stream=stream.id, session=stream.spec.session or None, error=trouble)
 
     async def look(self) -> None:
         """One round: positions, the keeper's state, what is degraded."""
@@ -176,6 +199,9 @@ class Durability:
         failing = self.keeper.stats.get("failing", "") if self.keeper.up else ""
         if failing:
             found.append((failing_state(failing), failing, ""))
+        deleted = self.keeper.stats.get("deleted", "") if self.keeper.up else ""
+        if deleted:
+            found.append(("store_deleted", deleted, ""))
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
             if (
@@ -187,6 +213,10 @@ class Durability:
                     ("lane_full", f"{engine.name}'s lane has no room; {behind} tokens wait on the device", engine.name)
                 )
             self._lane_full[engine.name] = times
+            if engine.ready and engine.stats.lane_gone:
+                found.append(
+                    ("lane_gone", f"{engine.name}'s lane was deleted, and there is no new one yet", engine.name)
+                )
         self._tell({(state, engine): reason for state, reason, engine in found})
 
     def _tell(self, found: dict[tuple[str, str], str]) -> None:
@@ -208,10 +238,10 @@ class Durability:
     def of_session(self, captured: int, durable: int, tokens: int, engines: list[str]) -> str:
         """Why a session's state isn't where it should be; "" if nothing is known to hinder it."""
         for row in self.degraded:
-            if row.state == "lane_full":
+            if row.state in ("lane_full", "lane_gone"):
                 if row.engine in engines and captured + 1 < tokens:
                     return row.state
-            elif durable < captured:
+            elif durable < captured and row.state != "store_deleted":
                 return row.state
         return ""
 
@@ -228,6 +258,8 @@ class Durability:
             metrics.degraded.labels(state).set(state in now)
         stats = self.keeper.stats
         metrics.store_bytes.set(stats.get("store_bytes", 0))
+        for outcome in ("rescued", "lost"):
+            metrics.stores_deleted.labels(outcome).set(stats.get(f"store_{outcome}", 0))
         metrics.unsynced_ms.set(stats.get("unsynced_ms", 0))
         for lane, ends in stats.get("lanes", {}).items():
             metrics.lane_waiting.labels(lane).set(ends["head"] - ends["tail"])

@@ -1,6 +1,7 @@
 """The truth about one stream on disk: DATA/journal/<stream>.journal. Stage: deliver; written on the event loop, before the socket.
 
-One `os.write` a stream and engine step, into the page cache: it survives the process, not the machine's power (no fsync).
+One `os.write` a stream and engine step, into the page cache: that survives the process. What survives the machine's power is
+`gateway/journal_sync.py`.
 A torn tail is the end of the journal. A full disk never stops a stream: what couldn't be written waits in memory and is
 tried again, and `journal_backlog_bytes` shows it.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +194,22 @@ def encode(record: Record) -> bytes:
     return _frame(_NUMBERS[type(record)], _encoder.encode(record))
 
 
-class Journal:
-    """Append end of one file. Single writer; opened again after a restart at the end of its whole records."""
+Written = Callable[..., None]  # (path, is_new=whether the file was made)
 
-    def __init__(self, path: Path, *, good_bytes: int | None = None) -> None:
+
+def untold(path: Path, *, is_new: bool) -> None:
+    """Nobody syncs journals."""
+
+
+class Journal:
+    """Append end of one file. Single writer; opened again after a restart at the end of its whole records.
+
+    written  told after each write
+    """
+
+    def __init__(self, path: Path, *, good_bytes: int | None = None, written: Written = untold) -> None:
         self.path = path
+        self._written = written
         self._fd: int | None = None
         self._end = 0 if good_bytes is None else good_bytes
         self._backlog = bytearray()
@@ -250,11 +262,14 @@ class Journal:
     def _write(self, data: bytes) -> int:
         if self._fd is None:
             self._fd = self._open()
-        return os.pwrite(self._fd, data, self._end)
+        written = os.pwrite(self._fd, data, self._end)
+        self._written(self.path, is_new=False)
+        return written
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
         fd = os.open(self.path, flags, 0o600)
+        self._written(self.path, is_new=self._fresh)
         self._fresh = False
         os.ftruncate(fd, self._end)  # drops a torn tail
         return fd

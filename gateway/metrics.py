@@ -56,6 +56,11 @@ recovery_gap_s = _histogram(
 resumed_readers = _counter("resumed_readers", "Reads of a stream by cursor", ("state",))
 stalled_readers = _counter("stalled_readers", "Times that a client was too slow and its delivery paused")
 journal_write_failures = _counter("journal_write_failures", "Journal writes that the disk refused; tried again later")
+journal_sync_failures = _counter("journal_sync_failures", "Syncs of journals that the disk refused; tried again")
+journal_unsynced_ms = _gauge(
+    "journal_unsynced_milliseconds", "How long the oldest unsynced journal has waited for its sync"
+)
+turns_unsynced = _counter("turns_unsynced", "Answers that ended before they were on the disk, against durability turn")
 journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for the disk")
 sessions_forked = _counter("sessions_forked", "Forks of sessions")
 sessions_known = _gauge("sessions", "Named sessions on record")
@@ -64,6 +69,9 @@ capture_lag = _gauge("capture_lag_tokens", "Tokens of live streams whose state i
 durable_lag = _gauge("durable_lag_tokens", "Tokens whose state is captured, but not on disk yet")
 degraded = _gauge("degraded", "1 while state is kept from a lane or from the disk", ("state",))
 store_bytes = _gauge("store_bytes", "Size of the store's file")
+stores_deleted = _gauge(
+    "store_deleted", "Times that the store's file was deleted under the keeper, by what became of it", ("outcome",)
+)
 unsynced_ms = _gauge("store_unsynced_milliseconds", "How long committed state has waited for its sync")
 lane_waiting = _gauge("lane_waiting_records", "Records of a lane that are not in the store yet", ("lane",))
 host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")

@@ -30,6 +30,7 @@ from gateway.tool_parser import CallDelta, ToolParser
 log = structlog.get_logger()
 
 STREAM_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})")
+UNSURE_S = 120.0  # longer than the kernel keeps what isn't synced to itself
 RECENT_COUNT = 256  # finished streams kept in memory; others are read back from their journals
 
 
@@ -257,8 +258,9 @@ def _recovery_view(recovery: j.Recovery | j.Migration) -> dict[str, Any]:
 class StreamTable:
     """All streams of this gateway: live ones, a few finished ones, and the journals of the rest."""
 
-    def __init__(self, directory: Path, codec: TextCodec) -> None:
+    def __init__(self, directory: Path, codec: TextCodec, written: j.Written = j.untold) -> None:
         self._directory = directory
+        self._written = written
         self._codec = codec
         self._thread = ThreadPoolExecutor(1, "journal")
         self._recent: OrderedDict[str, Stream] = OrderedDict()
@@ -268,7 +270,7 @@ class StreamTable:
 
     def open(self, spec: j.StreamSpec) -> Stream:
         """Start a stream: its first record is in the journal when this returns."""
-        journal = j.Journal(self._path(spec.stream))
+        journal = j.Journal(self._path(spec.stream), written=self._written)
         stream = Stream(spec, self._codec, journal)
         journal.append(spec)
         self.live[stream.id] = stream
@@ -311,10 +313,13 @@ class StreamTable:
     def load_live(self) -> list[Stream]:
         """Streams of an earlier process that have no end yet. Called once, before serving."""
         streams = []
-        for path in sorted(self._directory.glob("*.journal")):
-            if not j.is_closed(path):
+        changed = {path: path.stat().st_mtime for path in sorted(self._directory.glob("*.journal"))}
+        # A loss of power may have taken a page before the mark of the end, of those that were written last.
+        unsure_since = max(changed.values(), default=0.0) - UNSURE_S
+        for path, at in changed.items():
+            if at >= unsure_since or not j.is_closed(path):
                 stream = self._read(path)
-                if stream is not None:
+                if stream is not None and stream.end is None:
                     stream.resumed = True
                     self.live[stream.id] = stream
                     streams.append(stream)
@@ -377,7 +382,9 @@ class StreamTable:
         if good < len(data) - len(j.CLOSED) or (stream.end is None and good < len(data)):
             log.warning("resume.journal_torn", stream=stream.id, good_bytes=good, bytes=len(data))
         if stream.end is None:
-            stream.journal = j.Journal(path, good_bytes=good)
+            stream.journal = j.Journal(path, good_bytes=good, written=self._written)
+        elif good == len(data):  # killed before the mark of the end
+            j.Journal(path, good_bytes=good, written=self._written).close()
         return stream
 
 

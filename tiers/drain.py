@@ -37,13 +37,14 @@ GROUP_RECORDS = 2048
 PUSH_BYTES = 4 << 20  # a group of so many is worth a thread that has the disk begin early
 RETRY_STORE_S = 1.0
 READER_CHECK_S = 5.0
+DELETED_SAID_S = 600.0
 SYNC_AT_SHARE = 0.5
 SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
     "captured_bytes", "over_budget", "bad_records", "bad_blocks",
-    "stale_records", "orphan", "gap", "store_failures",
+    "stale_records", "orphan", "gap", "store_failures", "store_lost", "store_rescued",
 )  # fmt: skip
 
 
@@ -74,6 +75,8 @@ class Drain:
         self._checked_at = time.monotonic()
         self._unsynced = False
         self.failing = ""
+        self.deleted = ""  # what became of a store's file that was deleted, for a while after it
+        self._deleted_at = 0.0
         self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
         self._held: set[tuple[int, int]] = set()  # those that are held for too long
         self.cached_bytes = 0  # of the store's file, when it was looked at last
@@ -263,10 +266,26 @@ class Drain:
         self._retry_at = time.monotonic() + RETRY_STORE_S
         if self._store is not None:
             store, self._store = self._store, None
+            self._look_for_file(store)
             try:
                 store.close()
             except StoreFailed:
                 pass  # said already
+
+    def _look_for_file(self, store: Store) -> None:
+        """Was the file deleted? Then what is in it is written to a new one, if that can be; said as long as somebody may want to know."""
+        if store.has_file() or not store.path.exists():
+            return  # or the whole directory is away, and may come back
+        kept = store.rescue()
+        what = "rescued" if kept else "lost"
+        self.counts[f"store_{what}"] += 1
+        self._deleted_at = time.monotonic()
+        self.deleted = (
+            "the store's file was deleted while it was open; what was in it has been written to a new one"
+            if kept
+            else "the store's file was deleted or replaced while it was open; what was only in it is computed again"
+        )
+        log.error(f"drain.store_{what}", path=str(store.path), hint="nothing but Concordia may write there")
 
     def _forget_uncommitted(self, counts: Counter[str]) -> None:
         """The transaction is gone: what was learnt from it is read again from the store."""
@@ -392,6 +411,7 @@ class Drain:
         stats: dict[str, Any] = {
             "lanes": lanes,
             "failing": self.failing,
+            "deleted": self.deleted if time.monotonic() - self._deleted_at < DELETED_SAID_S else "",
             "unsynced_ms": round(1000 * (time.monotonic() - self._synced_at)) if self._unsynced else 0,
             **dict.fromkeys(COUNTERS, 0),
             **self.counts,

@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints, media
+from tiers.behind import Behind
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.lock import is_held
@@ -45,6 +47,7 @@ ENTRY_VERSION = 2
 ENTRY_BYTES = 128
 DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
+BEHIND_BYTES = 512 << 10  # of a payload: from here on its checksum takes longer than handing it over to another thread
 DELETED = " (deleted)"  # added to the name of a lane whose file is gone
 POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
 
@@ -157,7 +160,8 @@ class Reservation:
         """Publish the rows of [token_start, token_start + token_count) and return the record's number.
 
         tokens  ids of those positions, int32 array or list, token_count long
-        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call
+        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call. A payload of BEHIND_BYTES
+                and more is summed and published by a second thread: readers see it a little later, `LaneWriter.settle` waits for it
         """
         lane = self._lane
         assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
@@ -220,6 +224,8 @@ class LaneWriter:
         data = data_offset(record_count)
         self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
         self._reservation: Reservation | PointReservation | None = None
+        self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
+        self._pending: tuple[int, int] | None = None  # number and payload offset of the record that is being published
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
 
@@ -305,6 +311,8 @@ class LaneWriter:
         tail = self._words[TAIL_WORD]
         if tail >= self._head:
             return self._head_bytes
+        if self._pending is not None and tail == self._pending[0]:
+            return self._pending[1]  # its entry may not be there yet
         # Entry `tail` is not freed, so this writer has not reused its slot.
         return ENTRY.unpack_from(self._memory, self._entry_offset(tail))[8]
 
@@ -370,7 +378,7 @@ class LaneWriter:
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
             )
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
-        self._words[RESERVED_WORD] = offset + size
+        self._words[RESERVED_WORD] = max(offset + size, self._words[RESERVED_WORD])
         self._words[(self._entry_offset(self._head) >> 3) + COMMIT] = 0
         failpoints.reach("append.payload.before")
         return offset, self._ring[place : place + payload_bytes]
@@ -379,8 +387,23 @@ class LaneWriter:
         self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
     ) -> int:
         failpoints.reach("append.payload.after")
-        number, size = self._head, payload.size
-        at = self._entry_offset(number)
+        self.settle()
+        number = self._head
+        publish = partial(self._publish, kind, number, sequence, epoch, start, end, offset, payload)
+        if payload.size < BEHIND_BYTES or self._behind is None:
+            publish()
+        else:
+            self._pending = number, offset
+            self._behind.start(publish)
+        self._head, self._head_bytes = number + 1, offset + padded(payload.size)
+        return number
+
+    def _publish(
+        self, kind: int, number: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int,
+        payload: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Let readers see a record whose payload stands. This thread, or the one behind it."""
+        size, at = payload.size, self._entry_offset(number)
         checksum = xxh3_64_intdigest(payload.data)
         body = ENTRY.pack(ENTRY_MAGIC, ENTRY_VERSION, kind, number, epoch, sequence, start, end, offset, size, checksum)
         self._memory[at : at + ENTRY.size] = body
@@ -394,17 +417,40 @@ class LaneWriter:
         if self._flush is not None:
             self._flush(at, ENTRY_BYTES)
         failpoints.reach("append.commit_word.after")
-        self._head, self._head_bytes = number + 1, offset + padded(size)
-        return number
+
+    def is_gone(self) -> bool:
+        """Whether the file was deleted, moved or replaced: what is appended is lost when keeper and writer are. A system call or two."""
+        mine = os.fstat(self._file)
+        try:
+            named = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
+
+    def settle(self) -> None:
+        """Wait until every record that was committed can be read. Raises what kept the last one from it: that one is dropped."""
+        if self._pending is None or self._behind is None:
+            return
+        (number, offset), error = self._pending, self._behind.wait()
+        self._pending = None
+        if error is not None:
+            self._reservation = None
+            self._head, self._head_bytes = number, offset
+            raise error
 
     def close(self) -> None:
         """Let the lane go. Views handed out by reservations keep the mapping alive until they are dropped."""
-        self._reservation = None
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping holds a duplicate of the descriptor
-        os.close(self._file)
-        self._words.release()
-        del self._ring
-        _close_map(self._map, self._memory)
+        try:
+            self.settle()
+        finally:
+            self._reservation = None
+            if self._behind is not None:
+                self._behind.end()
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping holds a duplicate of the descriptor
+            os.close(self._file)
+            self._words.release()
+            del self._ring
+            _close_map(self._map, self._memory)
 
 
 def data_offset(record_count: int) -> int:

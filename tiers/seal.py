@@ -117,8 +117,9 @@ class Sealing:
             log.warning("drain.stale_epoch", error=str(error))
 
     def _take_open(self, group: Group, lane: LaneReader, header: RecordHeader) -> None:
-        if self._track(group, header.sequence) is not None:
-            return  # taken before: this is a replay
+        known = self._track(group, header.sequence)
+        if known is not None and (known.closed or header.token_start <= known.position):
+            return  # taken before: this is a replay. Beyond what is known: its engine goes on in a new lane, the old one is lost
         o = lane.open_payload(header)
         self._check_epoch(group, lane, header, o.stream)
         tenant = group.tenant(chain_root(RootId(o.root), o.namespace))

@@ -21,7 +21,8 @@ class TierSettings:
     drain_interval_ms  how long the keeper gathers records before a group commit
     tail_interval_ms   how long rows of an unfinished block may wait in the lane for the block to become whole, so that they are
                        written once; what a power loss takes grows by it. `turn` and a park write them at once. 0: never wait
-    durability         `process` page cache only; `interval` fsync every sync_interval_ms; `turn` also before an answer ends
+    durability         of store and stream journals: `process` page cache only; `interval` fsync every sync_interval_ms; `turn` also before
+                       an answer ends
     store_map_bytes    size of the LMDB map (sparse; costs address space only); four fifths of it are used at most
     disk_budget_bytes  what the store may take of the disk; from nine tenths on, sessions least recently used are evicted. 0: no limit
     tenant_budget_bytes  the same for each namespace by itself

@@ -29,6 +29,7 @@ from tiers.store_file import (
     check_disk,
     create,
     extended,
+    identity,
     opening,
     reach,
     set_aside_damaged,
@@ -72,7 +73,8 @@ class Store:
             if not safe:
                 self._unsafe.write_text(boot_id())
                 sync_file(self._unsafe)  # before the first write that isn't synced
-            shutil.rmtree(self.path / "shrink", ignore_errors=True)  # of a keeper that was killed in the middle of it
+            for name in ("shrink", "rescue"):
+                shutil.rmtree(self.path / name, ignore_errors=True)  # of a keeper that was killed in the middle of it
             create(self.path)
         except OSError as error:
             raise StoreFailed("the store can't be made", where=str(self.path), cause=str(error)) from error
@@ -96,7 +98,7 @@ class Store:
             self._db = {name: self._env.open_db(name) for name in DATABASES}
             self._check_version()
             self._know_tenants()
-        self._inode = os.stat(self.path / "data.mdb").st_ino
+        self._files = identity(self.path)
 
     def _know_tenants(self) -> None:
         """Have the keys of all tenants at hand, and say which are missing."""
@@ -233,14 +235,45 @@ class Store:
             return self._env.reader_check()
 
     def check_file(self) -> None:
-        """Raise StoreFailed if the file that is open here is no longer the one that has the name."""
+        """Raise StoreFailed if the files that are open here are no longer those that have the names."""
         try:
-            found = os.stat(self.path / "data.mdb").st_ino
+            found = identity(self.path)
         except OSError:
-            found = 0
-        if found != self._inode:
+            found = (0, 0)
+        if found != self._files:
             cause = "deleted or replaced while it was open"
             raise StoreFailed("the store's file is gone", where=str(self.path), cause=cause)
+
+    def has_file(self) -> bool:
+        """Whether the file that is open here still has its name."""
+        try:
+            return os.stat(self.path / "data.mdb").st_ino == self._files[0]
+        except OSError:
+            return False
+
+    def rescue(self) -> bool:
+        """Write what is in a file that was deleted to a new one: it is whole as long as it is open. Call before `close`.
+
+        False if there is a file of that name (it was replaced), or if the new one can't be written.
+        """
+        data, target = self.path / "data.mdb", self.path / "rescue"
+        if data.exists() or not self.path.exists():
+            return False
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            target.mkdir(mode=0o700)
+            self._env.copy(str(target), compact=True)
+            sync_file(target / "data.mdb")
+            with opening(self.path, fcntl.LOCK_EX):
+                (self.path / "lock.mdb").unlink(missing_ok=True)  # it tells of the old file's roots
+                os.rename(target / "data.mdb", data)
+                sync_file(self.path)
+        except (OSError, lmdb.Error) as error:
+            log.error("store.not_rescued", path=str(self.path), error=str(error))
+            return False
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+        return True
 
     def used_bytes(self) -> int:
         """High-water mark of the file."""

@@ -22,7 +22,7 @@ from tiers.base import Base, SessionKey, unpack_base
 from tiers.errors import BadBlock, StoreFailed
 from tiers.keys import Keyring, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
-from tiers.store_file import opening, translated
+from tiers.store_file import identity, opening, translated
 from tiers.track import Part, PointPlace, Track, common_tokens
 from tiers.values import (
     DATABASES,
@@ -409,7 +409,7 @@ class StoreReader:
         self._map_bytes = map_bytes
         self._env: Any = None
         self._db: dict[bytes, Any] = {}
-        self._inode = 0
+        self._files = (0, 0)
 
     @contextmanager
     def snapshot(self) -> Iterator[View]:
@@ -423,7 +423,7 @@ class StoreReader:
 
     def _open(self) -> bool:
         try:
-            if self._env is not None and os.stat(self.path / "data.mdb").st_ino == self._inode:
+            if self._env is not None and identity(self.path) == self._files:
                 return True
             with opening(self.path, fcntl.LOCK_SH):
                 return self._open_again()
@@ -432,7 +432,7 @@ class StoreReader:
 
     def _open_again(self) -> bool:
         self.close()
-        inode = os.stat(self.path / "data.mdb").st_ino
+        os.stat(self.path / "data.mdb")
         with translated(self.path):
             env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), readonly=True, create=False
@@ -446,7 +446,7 @@ class StoreReader:
             except lmdb.NotFoundError:  # the keeper is just making it, or hasn't upgraded it yet
                 env.close()
                 return False
-        self._env, self._inode = env, inode
+        self._env, self._files = env, identity(self.path)
         if self.keys:
             with env.begin(buffers=True) as txn:
                 for _, tenant in View(txn, self._db, self.keys).tenants():

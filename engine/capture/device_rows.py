@@ -137,6 +137,13 @@ class DeviceRows:
             return
         self.rows.reach(self._registered)
 
+    def move_lane(self, ring: np.ndarray) -> None:
+        """The engine goes on in another lane: register its ring instead. Call before the old lane is closed."""
+        old, self._registered, self.lane = self._registered, None, ""
+        self.reach_lane(ring)
+        if old is not None:
+            self.device.driver.unregister(old)
+
     def close(self) -> None:
         """Let the device and the lane's memory go; call before the lane is closed."""
         self.device.close()

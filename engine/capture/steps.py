@@ -120,6 +120,22 @@ class Capture:
             except LaneFull:
                 self.lane_full += 1
 
+    def renew(self, lane: LaneWriter) -> None:
+        """Go on in another lane; the old one is let go of, for the keeper to drain."""
+        old, self.lane = self.lane, lane
+        if self.rows is not None:
+            self.rows.move_lane(lane.ring)
+        old.close()
+
+    def begin_again(self, cursor: Cursor, held: int) -> None:
+        """Capture a sequence once more behind the first `held` tokens, which the tiers have: the lane that it was in is gone."""
+        cursor.start = cursor.position = min(held, cursor.position) // self.block_tokens * self.block_tokens
+        cursor.opened = False
+
+    def settle(self) -> None:
+        """Wait until all that was captured can be read by others: before somebody is told of it."""
+        self.lane.settle()
+
     def let_go(self) -> None:
         """Close the lane; handlers first, which may have its memory registered."""
         if self.rows is not None:

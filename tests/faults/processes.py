@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from tests.tiers.sample import World
 from tiers import keeper_client
@@ -27,22 +27,25 @@ class Processes:
 
     all: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *command: str, env: Mapping[str, str] | None = None, **more: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None, **more: str
+    ) -> subprocess.Popen[str]:
         environment = {**(os.environ if env is None else env), "PYTHONPATH": str(REPOSITORY), **more}
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE
+            [sys.executable, *command], cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=log
         )
         self.all.append(process)
         return process
 
     def keeper(
-        self, world: World, *, env: Mapping[str, str] | None = None, failpoint: str = ""
+        self, world: World, *, env: Mapping[str, str] | None = None, failpoint: str = "", log: IO[bytes] | None = None
     ) -> subprocess.Popen[str]:
         """A keeper on `world`, without a host agent."""
         paths = world.paths
         return self.start(
             "-m", "tiers.keeper", "--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir), "--orphan-s", "0",
-            "--settings-json", json.dumps(asdict(world.settings)), env=env, CONCORDIA_FAILPOINT=failpoint,
+            "--settings-json", json.dumps(asdict(world.settings)), env=env, log=log,
+            CONCORDIA_FAILPOINT=failpoint,
         )  # fmt: skip
 
     def end(self) -> None:
@@ -52,6 +55,7 @@ class Processes:
             process.wait(PATIENCE_S)
             if process.stdout is not None:
                 process.stdout.close()
+        self.all.clear()
 
 
 def wait_for(what: str, question: Callable[[], Value]) -> Value:

@@ -3,7 +3,9 @@
 The model holds, for every session, its tokens and how far they were captured; rows follow from (position, token), so every row that is
 restored can be compared. Work: turns that append, branch, shrink and share prefixes; drains with and without sync; compaction, removal,
 pins. Kills: SIGKILL of the keeper at a random moment and at random failpoints, of a writer in a record, and errors of the disk. After
-each kill everything that was captured must be restorable, and at the end of each round `verify` is clean.
+each kill everything that was captured must be restorable, and at the end `verify` is clean. Now and then somebody deletes a lane, or the
+store's file. It says once a minute how far it is; the keepers' log is in its directory, two files of LOG_BYTES at most, and stays with
+it if something is found.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from tests.faults.layer import Layer
 from tests.faults.processes import Processes, stats, wait_for
@@ -31,6 +34,8 @@ from tiers.prefix import PrefixFinder
 from tiers.verify import verify
 from tiers.view import StoreReader
 
+SAY_S = 60.0
+LOG_BYTES = 4 << 20
 SESSIONS = 24
 TURN_TOKENS = 60
 KILLS = [name for name in failpoints.NAMES if name.startswith(("drain.", "compact.base", "compact.free"))]
@@ -55,6 +60,7 @@ class Soak:
     processes: Processes = field(default_factory=Processes)
     sessions: list[Session] = field(default_factory=lambda: [Session(f"session-{index}") for index in range(SESSIONS)])
     counts: Counter[str] = field(default_factory=Counter)
+    log: Path = Path("keeper.log")
     lane: LaneWriter | None = None
 
     @classmethod
@@ -65,6 +71,7 @@ class Soak:
             tail_interval_ms=50, compact_after_s=0.2, compact_interval_s=0.3, store_map_bytes=256 << 20,
         )  # fmt: skip
         soak = cls(World(world.paths, settings), Layer.over(world.paths.store, directory), np.random.default_rng(seed))
+        soak.log = directory / "keeper.log"
         soak.lane = soak.world.lane()
         soak.new_keeper()
         return soak
@@ -75,6 +82,8 @@ class Soak:
         """One random action of ten kinds, in proportions that keep lanes and store busy."""
         kinds = [self.turn] * 12 + [self.check_one] * 6 + [self.drain] * 3
         kinds += [self.compact, self.remove, self.kill_keeper, self.kill_at_failpoint, self.break_disk, self.new_writer]
+        if self.random.random() < 0.03:
+            kinds = [self.delete_lane, self.delete_store]
         act = kinds[int(self.random.integers(len(kinds)))]
         self.counts[act.__name__] += 1
         act()
@@ -151,6 +160,36 @@ class Soak:
         self.keeper.kill()
         self.replace_keeper()
 
+    def delete_lane(self) -> None:
+        """Somebody deletes it under engine and keeper: the keeper drains the old one, the engine goes on in a new one."""
+        assert self.lane is not None
+        self.await_keeper()
+        self.lane.path.unlink()
+        self.turn()
+        self.lane.close()
+        self.lane = self.world.lane()
+        wait_for("a drain", lambda: self.ask(lambda: keeper_client.drain(self.world.paths.keeper_socket, sync=True)))
+        self.check_all()
+
+    def delete_store(self) -> None:
+        """Somebody deletes its file under the keeper, which writes it anew."""
+        self.await_keeper()
+        before = stats(self.world)["store_rescued"]
+        (self.world.paths.store / "data.mdb").unlink()
+        wait_for("a commit", lambda: self.append_until_rescued(before))
+        wait_for("the store", lambda: not stats(self.world)["failing"])
+        self.check_all()
+
+    def append_until_rescued(self, before: int) -> bool:
+        assert self.lane is not None
+        if self.lane.head - self.lane.tail < 100:
+            self.retried(lambda: self.lane.append_close(sequence("nobody"), 1, 0))  # type: ignore[union-attr]
+        return stats(self.world)["store_rescued"] > before
+
+    def await_keeper(self) -> None:
+        """Until it has seen the lane and all is well with the disk."""
+        wait_for("the keeper", lambda: not stats(self.world)["failing"] and stats(self.world)["lanes"])
+
     def replace_keeper(self) -> None:
         self.keeper.wait(60)
         self.check_all()
@@ -158,7 +197,11 @@ class Soak:
         wait_for("the keeper", lambda: stats(self.world) is not None)
 
     def new_keeper(self, failpoint: str = "") -> None:
-        self.keeper = self.processes.keeper(self.world, env=self.layer.environment(), failpoint=failpoint)
+        self.processes.end()
+        if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
+        with open(self.log, "ab") as log:
+            self.keeper = self.processes.keeper(self.world, env=self.layer.environment(), failpoint=failpoint, log=log)
 
     def break_disk(self) -> None:
         """The disk fails for a while; the lane takes what comes, and every row can be read meanwhile."""
@@ -238,17 +281,33 @@ class Soak:
         return self.sessions[int(self.random.integers(len(self.sessions)))]
 
 
+def say(soak: Soak, began: float, seconds: float) -> None:
+    counts = soak.counts
+    kills = counts["kill_keeper"] + counts["kill_at_failpoint"]
+    size = (soak.world.paths.store / "data.mdb").stat().st_size / 1e6
+    text = f"{counts['turn']} turns, {kills} kills, {counts['rows_compared']} rows compared, store of {size:.1f} MB"
+    print(f"soak: {time.monotonic() - began:.0f} of {seconds:.0f} s, {text}", flush=True)
+
+
 def run(seconds: float, seed: int) -> Counter[str]:
     """Work for so long; returns what was done. Raises AssertionError."""
     directory = Path(tempfile.mkdtemp(prefix="concordia-soak-"))
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     lanes = Path(tempfile.mkdtemp(prefix="concordia-soak-", dir=shared))
+    print(f"soak: seed {seed}, {seconds:.0f} s, in {directory}", flush=True)
     soak = Soak.start(directory, lanes, seed)
     try:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        began = said = time.monotonic()
+        while time.monotonic() < began + seconds:
+            if time.monotonic() - said > SAY_S:
+                said = time.monotonic()
+                say(soak, began, seconds)
             soak.step()
         soak.end()
+        say(soak, began, seconds)
+    except BaseException:
+        print(f"soak: ended after {time.monotonic() - began:.0f} s, seed {seed}; what it left is in {directory}")
+        raise
     finally:
         soak.processes.end()
         shutil.rmtree(lanes, ignore_errors=True)
@@ -261,7 +320,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
-    print("seed", options.seed, flush=True)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
     for name, count in run(options.seconds, options.seed).most_common():
         print(f"{name:20} {count}")
 

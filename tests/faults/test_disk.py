@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +142,68 @@ def test_store_deleted_under_the_keeper_is_noticed_and_begun_anew(
     drain.close()
     assert world.restorable(TOKENS) == 40, "it was still in the lane, for it had not been synced"
     assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+    assert drain.counts["store_rescued"] == 1
+
+
+@pytest.mark.parametrize("noticed", ["at a commit", "by a look"])
+def test_store_that_was_deleted_is_written_anew_with_all_that_was_in_it(
+    noticed: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has left the lanes is in that file alone, which is whole as long as it is open."""
+    monkeypatch.setattr(drain_file, "READER_CHECK_S", 0.0 if noticed == "by a look" else 60.0)
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [40])
+    drain = world.drained()
+    assert lane.tail == lane.head
+    (world.paths.store / "data.mdb").unlink()
+    append_rows(lane, "a", 40, TOKENS[40:])
+    with structlog.testing.capture_logs() as logs, pytest.raises(StoreFailed):
+        if noticed == "at a commit":
+            drain.flush(sync=False)
+        drain.sync_if_due()
+    assert "drain.store_rescued" in [entry["event"] for entry in logs]
+    assert "written to a new one" in drain.stats()["deleted"]
+    reopened(world, drain)
+    drain.close()
+    assert world.restorable(TOKENS) == len(TOKENS)
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def test_store_that_was_replaced_is_not_written_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_file, "READER_CHECK_S", 0.0)
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [40])
+    drain = world.drained()
+    copy = world.paths.store / "copy.mdb"
+    shutil.copyfile(world.paths.store / "data.mdb", copy)
+    append_rows(lane, "a", 40, TOKENS[40:60])
+    drain.flush(sync=True)
+    copy.replace(world.paths.store / "data.mdb")
+    with pytest.raises(StoreFailed, match="file is gone"):
+        drain.sync_if_due()
+    assert drain.counts["store_lost"] == 1 and "replaced" in drain.stats()["deleted"]
+    reopened(world, drain)
+    drain.close()
+    assert world.restorable(TOKENS) == 40
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
+def test_lock_file_that_was_deleted_is_made_anew_for_writer_and_readers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader with another lock file than the writer's would have its pages used again while it reads."""
+    monkeypatch.setattr(drain_file, "READER_CHECK_S", 0.0)
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [40])
+    drain = world.drained()
+    (world.paths.store / "lock.mdb").unlink()
+    with pytest.raises(StoreFailed, match="file is gone"):
+        drain.sync_if_due()
+    append_rows(lane, "a", 40, TOKENS[40:])
+    reopened(world, drain)
+    assert drain.counts["store_lost"] == drain.counts["store_rescued"] == 0
+    drain.close()
+    assert world.restorable(TOKENS) == len(TOKENS)
 
 
 def test_lane_deleted_under_engine_and_keeper_is_drained_as_long_as_both_live(world: World) -> None:

@@ -5,20 +5,26 @@ A real keeper works on the gateway's directories; the test writes the lane that 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gateway import metrics
 from gateway.durability import failing_state
+from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
+from tiers import keeper_client
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, sequence_id
+from tiers.settings import TierSettings
 
 CHAT = "/v1/chat/completions"
 
@@ -181,3 +187,51 @@ async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> No
             large.kill()
     finally:
         small.kill()
+
+
+# ---------------------------------------------------------------- turn
+
+MakeWorld = Callable[..., Awaitable[World]]
+
+
+async def turn_world(make_world: MakeWorld) -> World:
+    world = await make_world()
+    await world.kill_gateway()
+    world.config = dataclasses.replace(world.config, tiers=TierSettings(durability="turn", sync_interval_ms=60_000))
+    await world.start_gateway()
+    await world.engine("e0")
+    return world
+
+
+async def test_turn_has_journal_and_state_on_the_disk_before_an_answer_ends(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, done = await turn_world(make_world), list[str]()
+    sync = JournalSync.sync
+
+    async def synced(self: JournalSync, paths: Any = None) -> bool:
+        (path,) = paths
+        data = Path(path).read_bytes()
+        done.append("journal" if b"length" in data else "too early")
+        return await sync(self, paths)
+
+    async def drained(path: Any, *, sync: bool = False, timeout_s: float = 0.0) -> dict[str, int]:
+        (row,) = [row for row in (await world.get("/v1/streams"))["data"] if row["session"] == "chat"]
+        done.append(f"drain {sync} {row['state']}")
+        return {}
+
+    monkeypatch.setattr(JournalSync, "sync", synced)
+    monkeypatch.setattr(keeper_client, "adrain", drained)
+    before = metrics.turns_unsynced._value.get()
+    sse = await world.events("POST", CHAT, {**body(5), "stream": True}, headers={"X-Session-Id": "chat"})
+    assert sse.finish_reason == "length"
+    assert done == ["journal", "drain True live"]
+    assert metrics.turns_unsynced._value.get() == before
+
+
+async def test_turn_ends_an_answer_without_a_keeper_and_says_so(make_world: MakeWorld) -> None:
+    world = await turn_world(make_world)
+    before = metrics.turns_unsynced._value.get()
+    status, _, answer = await world.post(CHAT, body(5))
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert metrics.turns_unsynced._value.get() == before + 1
