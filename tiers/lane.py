@@ -672,7 +672,7 @@ class LaneReader:
 
     def is_finished(self) -> bool:
         """Whether the file's name is gone and nothing is left to do for it. Says so once if there is."""
-        if self.head() == self.tail and not is_held(self._held):
+        if not is_held(self._held) and self.head() == self.tail:  # in this order: a writer may append until it lets go
             return True
         if not self.path.stem.endswith(DELETED):
             hint = "the keeper drains it as long as both live; restart the engine to have a lane with a name again"

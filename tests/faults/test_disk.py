@@ -15,6 +15,7 @@ from tests.faults.processes import PATIENCE_S, Processes, stats, wait_for
 from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
 from tiers import drain as drain_file
 from tiers import failpoints, keeper_client
+from tiers import lane as lane_file
 from tiers.drain import Drain
 from tiers.errors import StoreFailed
 from tiers.verify import verify
@@ -226,6 +227,28 @@ def test_lane_deleted_under_engine_and_keeper_is_drained_as_long_as_both_live(wo
     assert list(drain.stats()["lanes"]) == ["e0"]
     drain.close()
     assert world.restorable(TOKENS) == 70 and world.restorable(some_tokens(30, seed=5)) == 30
+
+
+def test_deleted_lane_whose_writer_ends_while_the_keeper_looks_is_drained_to_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the soak: it looked for records first, then whether anybody could still append."""
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [20])
+    drain = world.drained()
+    world.paths.lane("e0").unlink()
+
+    def last_words(file: object) -> bool:
+        monkeypatch.undo()
+        append_rows(lane, "a", 20, TOKENS[20:60])
+        lane.close()
+        return False
+
+    monkeypatch.setattr(lane_file, "is_held", last_words)
+    drain.step()
+    drain.flush(sync=True)
+    drain.close()
+    assert world.restorable(TOKENS) == 60
 
 
 def test_directory_of_the_store_that_is_gone_says_so(world: World) -> None:
