@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import drain, paths, start_engine, tiny_dir  # noqa: F401
+from tests.engine.conftest import drain, paths, start_engine, tiny_dir, weights  # noqa: F401
 from tests.faults.layer import Layer
 from tests.faults.processes import Processes
 from tests.tiers.conftest import world  # noqa: F401
