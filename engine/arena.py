@@ -22,6 +22,7 @@ import torch
 from engine.plan import Kinds
 from engine.states import Snapshot, StateRows, StateShape
 from tiers.layout import ALL_GROUPS, Layout
+from tiers.pages import give_back
 
 # Frames that are restored lie in read-only maps; they are only ever the source of a copy.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -238,6 +239,23 @@ class Arena:
         slot.bases = [0] * len(self.windows)
         slot.points = {}
         slot.filling = False
+
+    def slot_bytes(self, slot: Slot, token_count: int = -1) -> int:
+        """Bytes that a slot's state takes, or would take with `token_count` tokens: rows, live recurrent state, rollback points."""
+        count = slot.length if token_count < 0 else token_count
+        if not count:
+            return 0
+        rows = sum(
+            planes * row * min(count, self.capacities[at])
+            for (planes, row), at in zip(self.layout.groups, self.group_windows, strict=True)
+        )
+        return rows + self.states.state_bytes * (1 + len(slot.points))
+
+    def release(self, slot: Slot) -> None:
+        """Empty a slot and, on a host, give the memory of its rows back. A device's memory stays allocated: the room is used again."""
+        self.forget(slot)
+        for words in self.words:
+            give_back(words[slot.index])
 
     # ------------------------------------------------------------ copies
 

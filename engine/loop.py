@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from engine import messages as m
 from engine.adapters import Adapters
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
+from engine.budgets import slots_over_budget
 from engine.capture import Capture, Cursor
 from engine.errors import BadRequest, Fenced
 from engine.follow import Follower
@@ -38,6 +39,7 @@ from engine.sequence import Sequence
 from engine.status_page import StatusPage
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
+from tiers.settings import TierSettings
 
 log = structlog.get_logger()
 
@@ -89,6 +91,7 @@ class Engine:
     adapters: Adapters
     follower: Follower
     lane_watch: LaneWatch
+    tiers: TierSettings = field(default_factory=TierSettings)
     drain_s: float = 8.0
     draining_until: float = 0.0
     waiting: list[Sequence] = field(default_factory=list)
@@ -96,6 +99,9 @@ class Engine:
     ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
     lagging: list[tuple[Cursor, Slot]] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
+    evicted: Counter[str] = field(
+        default_factory=Counter
+    )  # by tenant: idle slots that went because of its memory budget
     last_kind: Kind = "idle"
     spent_tokens: int = 0
     stopping: bool = False
@@ -444,6 +450,8 @@ class Engine:
         slot.length = plan.device
         slot.stored = min(slot.stored, slot.length)
         sequence.slot, sequence.device_tokens = slot, slot.length
+        coming = self.arena.slot_bytes(slot, len(tokens)) - self.arena.slot_bytes(slot)
+        self._keep_to_memory(submit.namespace, coming)
         self._follow(sequence, plan)
 
     def _follow(self, sequence: Sequence, plan: Plan) -> None:
@@ -730,6 +738,20 @@ class Engine:
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
         if not sequence.submit.capture:
             self._vacate(slot)
+        self._keep_to_memory(sequence.submit.namespace)
+
+    def _keep_to_memory(self, namespace: str, coming_bytes: int = 0) -> None:
+        """Empty a tenant's idle slots as far as its memory budget asks for it. What goes is in the tiers."""
+        limit = self.tiers.tenant_limit(namespace, "memory")
+        if not limit:
+            return
+        lagging = {slot.index for _, slot in self.lagging}
+        slots, size = self.arena.slots, self.arena.slot_bytes
+        for slot in slots_over_budget(slots, namespace, limit, size, coming_bytes, lagging):
+            log.info("memory.evicted", tenant=namespace, session=slot.session, tokens=slot.length)
+            self.evicted[namespace] += 1
+            self._vacate(slot)
+            self.arena.release(slot)
 
     def _catch_up(self) -> None:
         """Take captures for which the lane had no room."""
@@ -793,12 +815,37 @@ class Engine:
         if now < self.stats_due or not self.link.attached:
             return
         self.stats_due = now + _STATS_INTERVAL_S
-        self.link.send(m.Stats(self.stats()))
+        for namespace in {slot.namespace for slot in self.arena.slots if slot.length}:
+            self._keep_to_memory(namespace)  # live sequences have grown, lagging ones are captured
+        self.link.send(m.Stats(self.stats(), self.tenant_stats()))
         positions = [(*s.key, s.cursor.position) for s in self.active if s.cursor]
         if positions:
             if self.capture:
                 self.capture.settle()
             self.link.send(m.Captured(positions))
+
+    def tenant_stats(self) -> dict[str, m.TenantStats]:
+        """What each tenant takes of this engine now."""
+        resident = [slot for slot in self.arena.slots if slot.length and slot.namespace]
+        names = {slot.namespace for slot in resident} | self.evicted.keys()
+        used, refused = Counter[str](), Counter[str]()
+        if self.capture:
+            shares = self.capture.lane.shares
+            shares.free(self.capture.lane.tail)
+            used, refused = shares.used, shares.refused
+            names |= {name for name, size in used.items() if name and size} | refused.keys()
+        return {
+            name: m.TenantStats(
+                memory_bytes=sum(self.arena.slot_bytes(slot) for slot in resident if slot.namespace == name),
+                memory_limit=self.tiers.tenant_limit(name, "memory"),
+                evicted=self.evicted[name],
+                lane_bytes=used[name],
+                lane_limit=self.tiers.tenant_limit(name, "lane"),
+                lane_refused=refused[name],
+                lag_tokens=sum(s.length - s.stored for s in resident if s.namespace == name and s.captured),
+            )
+            for name in sorted(names)
+        }
 
     def stats(self) -> m.EngineStats:
         """Counters and gauges of this moment."""

@@ -44,6 +44,7 @@ from tiers.lane import LaneWriter
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
+from tiers.shares import LaneShares
 from tiers.view import StoreReader
 
 log = structlog.get_logger()
@@ -62,7 +63,7 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     Returns   the exit code of the process
     """
     paths = Paths.at(settings["data_dir"], settings.get("lane_dir"))
-    options, tiers = EngineSettings(**settings["engine"]), TierSettings(**settings["tiers"])
+    options, tiers = EngineSettings(**settings["engine"]), TierSettings.of(settings["tiers"])
     page = StatusPage.create(paths.status(engine), incarnation)
     began = time.monotonic()
     torch.set_num_threads(thread_count(options, int(settings.get("engine_count", 1))))
@@ -175,6 +176,7 @@ def build(
         grammars=Grammars(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens),
         follower=Follower(arena, root, tiers.block_tokens, speeds),
         lane_watch=LaneWatch(open_lane),
+        tiers=tiers,
         drain_s=options.drain_s,
     )
 
@@ -189,6 +191,8 @@ def lane_of(engine: str, incarnation: int, tiers: TierSettings, paths: Paths) ->
         incarnation=incarnation,
         device=tiers.lane_device,
         flush=tiers.lane_flush,
+        encryption=tiers.lane_encryption,
+        shares=LaneShares(lambda namespace: tiers.tenant_limit(namespace, "lane")),
     )
 
 

@@ -154,6 +154,23 @@ class EngineStats(msgspec.Struct, frozen=True):
     followed_restored_tokens: int = 0
 
 
+class TenantStats(msgspec.Struct, frozen=True):
+    """What one tenant takes of an engine. Limits are 0 where there is none.
+
+    memory_bytes  state of its sequences on the device, idle ones included; evicted: idle ones that went because of the limit
+    lane_bytes    its records in the lane that the keeper has not freed; lane_refused: how often its share had no room
+    lag_tokens    computed and not captured yet
+    """
+
+    memory_bytes: int = 0
+    memory_limit: int = 0
+    evicted: int = 0
+    lane_bytes: int = 0
+    lane_limit: int = 0
+    lane_refused: int = 0
+    lag_tokens: int = 0
+
+
 # ---------------------------------------------------------------- gateway -> engine
 
 
@@ -377,9 +394,10 @@ class AdapterReady(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Sent about once a second and on `Ping`."""
+    """Sent about once a second and on `Ping`. tenants: by namespace, those that have anything here."""
 
     stats: EngineStats
+    tenants: dict[str, TenantStats] = {}
 
 
 FromEngine = Union[

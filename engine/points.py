@@ -17,7 +17,7 @@ import structlog
 from engine.arena import Arena, Slot
 from engine.capture import Capture, Cursor
 from engine.states import Snapshot
-from tiers.errors import LaneFull
+from tiers.errors import LaneFull, LaneShareFull
 from tiers.lane import PointKind
 from tiers.thinning import kept_points
 
@@ -53,6 +53,7 @@ class Waiting:
     cursor: Cursor
     position: int
     snapshot: Snapshot
+    namespace: str
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class Points:
         slot.points[position] = snapshot
         self._thin(slot)
         if cursor is not None:
-            self.waiting.append(Waiting(cursor, position, snapshot))
+            self.waiting.append(Waiting(cursor, position, snapshot, slot.namespace))
             if len(self.waiting) > _WAITING:
                 self.waiting.popleft()
                 self.dropped += 1
@@ -152,6 +153,9 @@ class Points:
                 continue
             try:
                 self._append(capture, point)
+            except LaneShareFull:  # of this tenant; others' points go on
+                self.waiting.append(point)
+                continue
             except LaneFull:
                 self.waiting.appendleft(point)
                 return
@@ -166,7 +170,7 @@ class Points:
         return any(point.cursor is cursor for point in self.waiting)
 
     def _append(self, capture: Capture, point: Waiting) -> None:
-        reservation = capture.lane.reserve_point(self.arena.states.state_bytes)
+        reservation = capture.lane.reserve_point(self.arena.states.state_bytes, point.namespace)
         self.arena.states.write(point.snapshot, reservation.frame)
         reservation.commit(point.cursor.sequence, point.cursor.epoch, point.position, point.snapshot.kind)
         self.written += 1

@@ -185,4 +185,5 @@ def _engine(engine: Engine) -> dict[str, Any]:
             for s in engine.followed.values()
         ],
         "stats": msgspec.to_builtins(engine.stats),
+        "tenants": msgspec.to_builtins(engine.tenants),
     }

@@ -133,7 +133,7 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         "durable": record.durable,
         "capture_lag": max(0, tokens - record.captured),
         "durable_lag": max(0, record.captured - record.durable),
-        "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines),
+        "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines, record.namespace),
         "engines": engines,
         "standby": standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else None,
         "live_streams": [stream.id for stream in live],

@@ -59,6 +59,7 @@ class Engine:
         self.hello: m.Hello | None = None
         self.copies: dict[str, bytes] = {}  # session -> tokens whose state it had from another engine when we attached
         self.stats = m.EngineStats()
+        self.tenants: dict[str, m.TenantStats] = {}
         self.streams: dict[str, Stream] = {}
         self.residents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # stream -> (session, tokens)
         self.link_lost_at = 0.0
@@ -639,7 +640,7 @@ class Dispatcher:
                 if future is not None and not future.done():
                     future.set_result(message)
             case m.Stats():
-                engine.stats = message.stats
+                engine.stats, engine.tenants = message.stats, message.tenants
 
     async def _drain(self, engine: Engine) -> None:
         """It was told to end."""

@@ -16,14 +16,17 @@ from typing import Any
 
 import structlog
 
+from engine.messages import TenantStats
 from gateway import metrics
 from gateway.dispatch import Engine
 from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
 from gateway.streams import Stream, StreamTable
 from tiers import keeper_client
+from tiers.base import session_key
 from tiers.errors import TierError
 from tiers.layout import sequence_id
+from tiers.rebuild import TokenList
 
 log = structlog.get_logger()
 
@@ -32,6 +35,8 @@ PINS_INTERVAL_S = 5.0
 ASK_TIMEOUT_S = 5.0
 ENDED_KEPT_S = 120.0
 TURN_WAIT_S = 5.0
+ENDED_UNKNOWN_S = 5.0  # by then the keeper has heard of a sequence
+SESSIONS_ASKED = 32  # whose stored position is looked up again in one round
 STREAMS_A_REQUEST = 4096
 
 
@@ -39,8 +44,9 @@ STREAMS_A_REQUEST = 4096
 class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
-    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full` or `lane_gone`
+    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full` or `lane_gone`
     since   unix time at which it was first seen
+    tenant  whom alone it concerns; "": everybody
     """
 
     state: str
@@ -48,6 +54,7 @@ class Degraded:
     reason: str
     hint: str
     engine: str = ""
+    tenant: str = ""
 
 
 HINTS = {
@@ -61,7 +68,10 @@ HINTS = {
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
     "raise tiers.lane_bytes if it happens under normal load",
     "lane_gone": "a new one is made by itself; if it can't be, the engine's log says why (no room in shared memory, no rights)",
+    "lane_share_full": "its other state is captured from the device when the keeper has freed some; raise its lane_bytes if it happens "
+    "under normal load",
 }
+Cause = tuple[str, str, str]  # state, engine, tenant
 
 
 @dataclass(slots=True)
@@ -95,14 +105,18 @@ class Durability:
         self._engines = engines
         self._positions: dict[str, Position] = {}
         self._ended: dict[str, tuple[Stream, float]] = {}
-        self._since: dict[tuple[str, str], int] = {}
+        self._since: dict[Cause, int] = {}
         self._lane_full: dict[str, int] = {}
+        self._share_full: dict[tuple[str, str], int] = {}
+        self._tenants_measured: set[str] = set()
         self._seen_keeper = False
         self._pins_at = 0.0
         self.pins: frozenset[tuple[str, str]] = (
             frozenset()
         )  # (namespace, session); asked for only if somebody wants to know
         self.on_pins: Callable[[], None] | None = None
+        self._losses: list[int] = []  # what the keeper said of what it has dropped
+        self._doubtful: dict[str, None] = {}  # sessions whose durable position is to be asked again
         self.keeper = Keeper()
         self.degraded: list[Degraded] = []
 
@@ -144,6 +158,9 @@ class Durability:
             for name, (stored, durable) in answer.items():
                 if name in names:
                     self._take(names[name], stored, durable)
+            if _is_drained(stats):
+                self._settle_unknown(stream for name, stream in names.items() if name not in answer)
+            await self._ask_again(stats)
             await self._look_at_pins()
         self._judge(reason)
         self._measure(streams)
@@ -159,6 +176,40 @@ class Durability:
                 self.pins = pins
                 self.on_pins()
 
+    async def _ask_again(self, stats: dict[str, Any]) -> None:
+        """After sessions were evicted, forgotten or repaired: how much of those at rest is stored now. And what mends a damaged base."""
+        if stats.get("losses", []) != self._losses:
+            self._losses = stats.get("losses", [])
+            self._doubtful |= {record.session: None for record in self._sessions.all() if record.token_count}
+        busy = {stream.spec.session for stream in (*self._table.live.values(), *(s for s, _ in self._ended.values()))}
+        asked = [name for name in self._doubtful if name not in busy][:SESSIONS_ASKED]
+        try:
+            await self._mend(stats.get("bad_bases", []))
+            lists = [one for name in asked if (one := self._token_list(name)) is not None]
+            positions = await keeper_client.astored(self._socket, lists, timeout_s=ASK_TIMEOUT_S) if lists else []
+        except (TierError, ValueError, KeyError) as error:
+            log.debug("durability.not_asked", error=str(error))
+            return  # they stay in doubt
+        for name in asked:
+            del self._doubtful[name]
+        for one, position in zip(lists, positions, strict=True):
+            self._sessions.found_stored(one.session, position)
+
+    async def _mend(self, bases: list[str]) -> None:
+        if not bases:
+            return
+        keys = {bytes.fromhex(key) for key in bases}
+        names = [r.session for r in self._sessions.all() if session_key(r.namespace, r.session) in keys]
+        lists = [one for name in names if (one := self._token_list(name)) is not None]
+        if lists:
+            await keeper_client.amend(self._socket, bases, lists)
+
+    def _token_list(self, session: str) -> TokenList | None:
+        record = self._sessions.get(session)
+        if record is None:
+            return None
+        return TokenList(record.namespace, session, self._sessions.tokens(session), int(1000 * record.last_used))
+
     def ended(self, stream: Stream) -> None:
         """A stream is finished; its last rows may still be on their way."""
         if stream.epoch:
@@ -173,6 +224,7 @@ class Durability:
         for stream, at in list(self._ended.values()):
             if now - at > ENDED_KEPT_S:
                 self._settle(stream)
+                self._doubt(stream)
         live = dict(self._table.live)
         for name in self._positions.keys() - live.keys() - self._ended.keys():
             del self._positions[name]
@@ -187,6 +239,19 @@ class Durability:
         if stream.id in self._ended and known.durable >= max(stream.captured, len(stream.tokens) - 1):
             self._settle(stream)
 
+    def _settle_unknown(self, streams: Iterable[Stream]) -> None:
+        """The keeper doesn't know their sequences: folded into a base already, evicted, or never captured."""
+        now = time.monotonic()
+        for stream in streams:
+            ended_at = self._ended.get(stream.id, (stream, now))[1]
+            if now - ended_at > ENDED_UNKNOWN_S:
+                self._settle(stream)
+                self._doubt(stream)
+
+    def _doubt(self, stream: Stream) -> None:
+        if stream.spec.session:
+            self._doubtful[stream.spec.session] = None
+
     def _settle(self, stream: Stream) -> None:
         """Nothing more will change about a stream that has ended."""
         del self._ended[stream.id]
@@ -195,50 +260,65 @@ class Durability:
     # ------------------------------------------------------------ degraded states
 
     def _judge(self, away: str) -> None:
-        found = [] if not away or not self._seen_keeper else [("keeper_away", away, "")]
+        found: dict[Cause, str] = {}
+        if away and self._seen_keeper:
+            found["keeper_away", "", ""] = away
         failing = self.keeper.stats.get("failing", "") if self.keeper.up else ""
         if failing:
-            found.append((failing_state(failing), failing, ""))
+            found[failing_state(failing), "", ""] = failing
         deleted = self.keeper.stats.get("deleted", "") if self.keeper.up else ""
         if deleted:
-            found.append(("store_deleted", deleted, ""))
+            found["store_deleted", "", ""] = deleted
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
-            if (
-                engine.ready
-                and times > self._lane_full.get(engine.name, times)
-                or (engine.ready and behind and ("lane_full", engine.name) in self._since)
-            ):
-                found.append(
-                    ("lane_full", f"{engine.name}'s lane has no room; {behind} tokens wait on the device", engine.name)
-                )
+            grew = times > self._lane_full.get(engine.name, times)
+            if engine.ready and (grew or behind and ("lane_full", engine.name, "") in self._since):
+                cause = f"{engine.name}'s lane has no room; {behind} tokens wait on the device"
+                found["lane_full", engine.name, ""] = cause
             self._lane_full[engine.name] = times
             if engine.ready and engine.stats.lane_gone:
-                found.append(
-                    ("lane_gone", f"{engine.name}'s lane was deleted, and there is no new one yet", engine.name)
-                )
-        self._tell({(state, engine): reason for state, reason, engine in found})
+                found["lane_gone", engine.name, ""] = f"{engine.name}'s lane was deleted, and there is no new one yet"
+            found |= self._judge_shares(engine)
+        self._tell(found)
 
-    def _tell(self, found: dict[tuple[str, str], str]) -> None:
+    def _judge_shares(self, engine: Engine) -> dict[Cause, str]:
+        """Tenants whose share of an engine's lane has no room."""
+        found: dict[Cause, str] = {}
+        for tenant, use in engine.tenants.items():
+            key = "lane_share_full", engine.name, tenant
+            grew = use.lane_refused > self._share_full.get((engine.name, tenant), use.lane_refused)
+            if engine.ready and (grew or use.lag_tokens and key in self._since):
+                found[key] = (
+                    f"tenant {tenant} has used up its share of {engine.name}'s lane; {use.lag_tokens} of its tokens wait on the device"
+                )
+            self._share_full[engine.name, tenant] = use.lane_refused
+        return found
+
+    def _tell(self, found: dict[Cause, str]) -> None:
         now = int(time.time())
         for key in found.keys() - self._since.keys():
-            log.warning("degraded.began", state=key[0], engine=key[1], reason=found[key], hint=HINTS[key[0]])
+            state, engine, tenant = key
+            log.warning(
+                "degraded.began", state=state, engine=engine, tenant=tenant, reason=found[key], hint=HINTS[state]
+            )
         for key in self._since.keys() - found.keys():
-            log.info("degraded.ended", state=key[0], engine=key[1], lasted_s=now - self._since[key])
+            state, engine, tenant = key
+            log.info("degraded.ended", state=state, engine=engine, tenant=tenant, lasted_s=now - self._since[key])
         self._since = {key: self._since.get(key, now) for key in found}
         self.degraded = [
-            Degraded(state, self._since[state, engine], reason, HINTS[state], engine)
-            for (state, engine), reason in sorted(found.items())
+            Degraded(key[0], self._since[key], reason, HINTS[key[0]], *key[1:]) for key, reason in sorted(found.items())
         ]
 
     def rows(self) -> list[dict[str, Any]]:
         """For answers."""
         return [asdict(row) for row in self.degraded]
 
-    def of_session(self, captured: int, durable: int, tokens: int, engines: list[str]) -> str:
+    def of_session(self, captured: int, durable: int, tokens: int, engines: list[str], namespace: str) -> str:
         """Why a session's state isn't where it should be; "" if nothing is known to hinder it."""
         for row in self.degraded:
-            if row.state in ("lane_full", "lane_gone"):
+            if row.tenant not in ("", namespace):
+                continue
+            if row.state in ("lane_full", "lane_share_full", "lane_gone"):
                 if row.engine in engines and captured + 1 < tokens:
                     return row.state
             elif durable < captured and row.state != "store_deleted":
@@ -263,6 +343,32 @@ class Durability:
         metrics.unsynced_ms.set(stats.get("unsynced_ms", 0))
         for lane, ends in stats.get("lanes", {}).items():
             metrics.lane_waiting.labels(lane).set(ends["head"] - ends["tail"])
+        self._measure_tenants(stats.get("tenants", {}))
+
+    def _measure_tenants(self, stored: dict[str, list[int]]) -> None:
+        by_tenant: dict[str, list[TenantStats]] = {}
+        for engine in self._engines():
+            for name, use in engine.tenants.items() if engine.ready else ():
+                by_tenant.setdefault(name, []).append(use)
+        self._tenants_measured |= {name for name in (*by_tenant, *stored) if name}
+        for name in self._tenants_measured:  # one that is gone takes nothing
+            uses, (disk, disk_limit) = by_tenant.get(name, []), stored.get(name, (0, 0))
+            for kind, size, limit in (
+                ("disk", disk, disk_limit),
+                ("lane", sum(use.lane_bytes for use in uses), max((use.lane_limit for use in uses), default=0)),
+                ("memory", sum(use.memory_bytes for use in uses), max((use.memory_limit for use in uses), default=0)),
+            ):
+                metrics.tenant_bytes.labels(name, kind).set(size)
+                metrics.tenant_limit.labels(name, kind).set(limit)
+            metrics.tenant_lag.labels(name).set(sum(use.lag_tokens for use in uses))
+            metrics.tenant_refused.labels(name).set(sum(use.lane_refused for use in uses))
+            metrics.tenant_evicted.labels(name).set(sum(use.evicted for use in uses))
+
+
+def _is_drained(stats: dict[str, Any]) -> bool:
+    """Whether the keeper has taken all that is in the lanes: then it knows every sequence that it will ever hear of."""
+    lanes = stats.get("lanes", {}).values()
+    return not stats.get("failing") and all(ends["taken"] == ends["head"] for ends in lanes)
 
 
 def failing_state(reason: str) -> str:

@@ -73,6 +73,21 @@ stores_deleted = _gauge(
     "store_deleted", "Times that the store's file was deleted under the keeper, by what became of it", ("outcome",)
 )
 unsynced_ms = _gauge("store_unsynced_milliseconds", "How long committed state has waited for its sync")
+tenant_bytes = _gauge(
+    "tenant_bytes", "What a tenant takes of the disk, of the lanes and of the engines' memory", ("tenant", "kind")
+)
+tenant_limit = _gauge(
+    "tenant_limit_bytes", "Its budget: of the disk, of each lane, of each engine's memory; 0: none", ("tenant", "kind")
+)
+tenant_lag = _gauge(
+    "tenant_capture_lag_tokens", "Tokens of a tenant's resident state that no lane has yet", ("tenant",)
+)
+tenant_refused = _gauge(
+    "tenant_lane_refused", "Captures that a tenant's share of a lane had no room for, by live engines", ("tenant",)
+)
+tenant_evicted = _gauge(
+    "tenant_memory_evicted", "Idle state that left a device because of a tenant's budget, by live engines", ("tenant",)
+)
 lane_waiting = _gauge("lane_waiting_records", "Records of a lane that are not in the store yet", ("lane",))
 host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")
 engine_losses = _counter("engine_losses", "Engines lost", ("reason",))

@@ -183,6 +183,16 @@ class SessionTable:
         if record is not None and record.streams[-1:] == [stream.id]:
             self._put(record, None)
 
+    def found_stored(self, session: str, position: int) -> None:
+        """How much of a session at rest the store has now: less than was known, if it was evicted."""
+        record = self._records.get(session)
+        if record is None or record.durable == position:
+            return
+        if position < record.durable:
+            record.captured = min(record.captured, position)  # the lanes were drained before it could be dropped
+        record.durable = position
+        self._put(record, None)
+
     def park(self, session: str, durable: int) -> SessionRecord:
         """Remember that the devices are free of it."""
         record = self._records[session]

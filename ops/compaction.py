@@ -66,7 +66,8 @@ def run_gc(
 
 def _evicts(here: Installation) -> bool:
     tiers = here.config.tiers
-    return bool(tiers.disk_budget_bytes or tiers.tenant_budget_bytes or tiers.session_ttl_s)
+    tenants = any(limits.disk_bytes for limits in tiers.tenants.values())
+    return bool(tiers.disk_budget_bytes or tiers.tenant_budget_bytes or tiers.session_ttl_s or tenants)
 
 
 def _compact(
@@ -151,10 +152,20 @@ def run_stats(here: Installation, as_json: bool) -> None:
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
             stats, tenants, sessions = drain.stats(), Operations(drain).tenants(), Operations(drain).sessions()
+    _add_engines(here, tenants)
     if as_json:
         print_json({"by": here.owner or "command", "stats": stats, "tenants": tenants, "sessions": sessions})
     else:
         _print_stats(here, stats, tenants, sessions)
+
+
+def _add_engines(here: Installation, tenants: dict[str, dict[str, Any]]) -> None:
+    """What each tenant has on the devices, if a gateway knows."""
+    for engine in here.engines if here.gateway is not None else ():
+        for name, use in engine.get("tenants", {}).items():
+            row = tenants.setdefault(name, {"bytes": 0, "limit": 0, "lane_bytes": use["lane_bytes"]})
+            for key in ("memory_bytes", "lag_tokens", "evicted", "lane_refused"):
+                row[key] = row.get(key, 0) + use[key]
 
 
 def _print_stats(
@@ -167,10 +178,17 @@ def _print_stats(
     if stats.get("failing"):
         console.print(f"[red]failing[/]: {stats['failing']}", highlight=False)
     rows = [
-        (name or "-", size(use["bytes"]), size(use["limit"]) if use["limit"] else None, *_kinds(use))
+        (
+            name or "-",
+            _of(use["bytes"], use.get("limit")),
+            _of(use.get("lane_bytes", 0), use.get("lane_limit"), " a lane"),
+            _of(use["memory_bytes"], use.get("memory_limit"), " an engine") if "memory_bytes" in use else None,
+            *_kinds(use),
+        )
         for name, use in tenants.items()
     ]
-    console.print(table("\ntenants", ("namespace", "on disk", "limit", "blocks", "tails", "points", "bases"), rows))
+    columns = ("namespace", "on disk", "in lanes", "on devices", "blocks", "tails", "points", "bases")
+    console.print(table("\ntenants", columns, rows))
     cells = [
         (
             row["session"] or row["stream"],
@@ -193,6 +211,10 @@ def _print_stats(
     captured, written = stats.get("captured_bytes", 0), stats.get("put_bytes", 0)
     if captured:
         console.print(f"\n{written / captured:.2f} bytes put per byte captured since the keeper began", highlight=False)
+
+
+def _of(used: int, limit: int | None, each: str = "") -> str:
+    return f"{size(used)} of {size(limit)}{each}" if limit else size(used)
 
 
 def _kinds(use: dict[str, Any]) -> list[int]:

@@ -25,7 +25,7 @@ from gateway.settings import GatewaySettings
 from ops.errors import ConfigError
 from ops.settings import HostSettings, LogSettings
 from tiers.paths import Paths
-from tiers.settings import TierSettings
+from tiers.settings import TenantLimits, TierSettings
 
 SECTIONS: dict[str, type] = {
     "gateway": GatewaySettings,
@@ -41,6 +41,8 @@ ENVIRONMENT_SHORT = {"CONCORDIA_API_KEY": "gateway.api_key", "CONCORDIA_API_KEY_
 ENVIRONMENT_OTHER = {"CONCORDIA_CONFIG", "CONCORDIA_URL", "CONCORDIA_STORE_KEYS", "CONCORDIA_STORE_KEY_FILE"}
 ENVIRONMENT_FREE = ("CONCORDIA_TEST_", "CONCORDIA_BENCH_")
 SECRET_KEYS = {"gateway.api_key"}
+TENANTS = "tenants"  # tables of the file, one a tenant
+TENANT_KEYS = tuple(field.name for field in dataclasses.fields(TenantLimits))
 
 _UNITS = {
     "": 1,
@@ -95,8 +97,13 @@ class Config:
         return Paths.at(self.data_dir, self.lane_dir or None)
 
     def values(self) -> dict[str, Any]:
-        """Every key with its value, in documentation order."""
-        return {key: _get(self, key) for key in all_keys()}
+        """Every key with its value, in documentation order; then what is set for single tenants."""
+        return {key: _get(self, key) for key in all_keys()} | {
+            f"{TENANTS}.{name}.{key}": value
+            for name, limits in self.tiers.tenants.items()
+            for key, value in dataclasses.asdict(limits).items()
+            if value is not None
+        }
 
     @property
     def started_engines(self) -> int:
@@ -145,7 +152,7 @@ def _hints() -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for name, kind in get_type_hints(Config).items():
         if name in SECTIONS:
-            hints |= {f"{name}.{key}": value for key, value in get_type_hints(SECTIONS[name]).items()}
+            hints |= {f"{name}.{key}": value for key, value in get_type_hints(SECTIONS[name]).items() if key != TENANTS}
         elif name != "sources":
             hints[name] = kind
     return hints
@@ -160,8 +167,8 @@ def all_keys() -> list[str]:
 
 
 def environment_name(key: str) -> str:
-    """`gateway.port` -> CONCORDIA_GATEWAY_PORT."""
-    return ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
+    """`gateway.port` -> CONCORDIA_GATEWAY_PORT; "" for a tenant's, which only the file can say."""
+    return "" if key.startswith(f"{TENANTS}.") else ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
 
 
 def _get(config: Config, key: str) -> Any:
@@ -177,7 +184,7 @@ def _expected(kind: Any) -> str:
 
 def _convert(key: str, value: Any, where: str) -> Any:
     """Value of TOML, environment or flag -> value of the key's type; text is parsed where it comes from the environment."""
-    kind = _HINTS[key]
+    kind = int if key.startswith(f"{TENANTS}.") else _HINTS[key]
     converted = _converted(kind, key, value)
     if converted is None:
         raise ConfigError(f"{where}: {key} must be {_expected(kind)}, not {value!r}")
@@ -315,13 +322,17 @@ def flag_name(key: str) -> str:
 def _assemble(values: dict[str, Any], sources: dict[str, str]) -> Config:
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     top: dict[str, Any] = {}
+    tenants: dict[str, dict[str, int]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        (sections[section] if section else top)[name] = value
+        if section.startswith(f"{TENANTS}."):
+            tenants.setdefault(section.removeprefix(f"{TENANTS}."), {})[name] = value
+        else:
+            (sections[section] if section else top)[name] = value
+    sections["tiers"][TENANTS] = {name: TenantLimits(**limits) for name, limits in tenants.items()}
     built = {name: SECTIONS[name](**section) for name, section in sections.items()}
-    config = Config(
-        **top, **built, sources=types.MappingProxyType({key: sources.get(key, "default") for key in all_keys()})
-    )
+    said = {key: sources.get(key, "default") for key in [*all_keys(), *(key for key in values if key not in _HINTS)]}
+    config = Config(**top, **built, sources=types.MappingProxyType(said))
     return _with_key_file(config)
 
 
@@ -376,7 +387,9 @@ def _read_file(path: str | os.PathLike[str] | None, data_dir: Path) -> dict[str,
         raise ConfigError(f"{file}: not TOML: {error}") from error
     layer: dict[str, tuple[Any, str]] = {}
     for name, value in document.items():
-        if name in SECTIONS:
+        if name == TENANTS:
+            layer |= {key: (inner, f"file {file}") for key, inner in _tenant_keys(value, file).items()}
+        elif name in SECTIONS:
             if not isinstance(value, dict):
                 raise ConfigError(f"{file}: {name} is a section; write [{name}] and its keys below")
             for key, inner in value.items():
@@ -390,10 +403,23 @@ def _read_file(path: str | os.PathLike[str] | None, data_dir: Path) -> dict[str,
     return layer
 
 
+def _tenant_keys(tables: Any, file: Path) -> dict[str, Any]:
+    """What the tables `[tenants.NAME]` say, as `tenants.NAME.key`. Raises ConfigError."""
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f"{file}: {TENANTS} holds tables; write [{TENANTS}.NAME] and its keys below")
+    found = {}
+    for name, table in tables.items():
+        for key, value in table.items():
+            if key not in TENANT_KEYS:
+                raise ConfigError(f"{file}: unknown key {TENANTS}.{name}.{key}{_nearest(key, list(TENANT_KEYS))}")
+            found[f"{TENANTS}.{name}.{key}"] = value
+    return found
+
+
 def _known(key: str, file: Path) -> str:
     if key in _HINTS:
         return key
-    raise ConfigError(f"{file}: unknown key {key}{_nearest(key, all_keys() + list(SECTIONS))}")
+    raise ConfigError(f"{file}: unknown key {key}{_nearest(key, [*all_keys(), *SECTIONS, TENANTS])}")
 
 
 # ---------------------------------------------------------------- showing
@@ -412,7 +438,7 @@ def as_json(config: Config) -> str:
         key: {
             "value": shown_value(key, value) if key in SECRET_KEYS or isinstance(value, Path) else value,
             "source": config.sources[key],
-            "environment": environment_name(key),
+            "environment": environment_name(key) or None,
         }
         for key, value in config.values().items()
     }

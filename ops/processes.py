@@ -23,6 +23,7 @@ import structlog
 
 from engine import pid_file
 from ops.errors import AlreadyRunning, ModelError, OpsError
+from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
 
 log = structlog.get_logger("processes")
 
@@ -156,8 +157,12 @@ async def start_child(command: ChildCommand) -> asyncio.subprocess.Process:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of a child: without our own settings (they have been read, and travel as JSON), without progress bars in logs."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CONCORDIA_")}
+    """Environment of a child: of our own settings (which have been read, and travel as JSON) only the tenants' keys, no progress bars."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("CONCORDIA_") or name in (KEYS_VARIABLE, FILE_VARIABLE)
+    }
     return kept | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -15,6 +15,7 @@ import click
 from ops.errors import BadData, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data
+from ops.sessions import token_lists
 from ops.show import Bar, size
 from ops.verify import Pace, check_journals, find_damage, finding_row, print_finding
 from tiers import keeper_client
@@ -145,13 +146,14 @@ def _damaged(findings: list[Finding]) -> list[tuple[str, bytes]]:
 def _repair(here: Installation, findings: list[Finding], records: list[tuple[str, bytes, Recompute]]) -> Repaired:
     aside = here.paths.store / ASIDE
     kept = [keep_aside(aside, name, data) for name, data, _ in records]
+    lists = token_lists(here, {bytes.fromhex(finding.key) for finding in findings if finding.kind == "base"})
     if here.owner:
-        answer = keeper_client.repair(here.paths.keeper_socket, _damaged(findings))
+        answer = keeper_client.repair(here.paths.keeper_socket, _damaged(findings), lists)
         done = Repaired(**{**answer, "recompute": [Recompute(**part) for part in answer["recompute"]]})
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
             drain.flush(sync=True)  # the drain passes over damaged records, and what it stores is verified
-            answer = Operations(drain).repair(_damaged(findings))["repaired"]
+            answer = Operations(drain).repair(_damaged(findings), lists)["repaired"]
         done = Repaired(**{**answer, "recompute": [Recompute(**part) for part in answer["recompute"]]})
     done.kept_aside += kept
     done.dropped += len(records)
@@ -229,4 +231,6 @@ def _report(
     if not findings:
         click.echo("nothing is damaged")
     elif not dry_run:
+        if done.rebuilt:
+            click.echo(f"{len(done.rebuilt)} damaged bases were made again from what is stored")
         click.echo(f"{done.dropped} damaged were dropped; everything else is as it was")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiers.export import Found, find_stored
 from tiers.keeper_operations import Operations
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
+from tiers.rebuild import TokenList
 from tiers.view import StoreReader
 
 
@@ -71,6 +73,17 @@ def _nothing_on_disk(here: Installation) -> bool:
 def _records(here: Installation) -> list[SessionRecord]:
     with session_file(here) as file:
         return file.all()
+
+
+def token_lists(here: Installation, keys: Collection[bytes]) -> list[TokenList]:
+    """Token lists of the sessions whose bases these are, as the gateway left them in the data directory."""
+    lists = []
+    with session_file(here) as file:
+        for record in file.all() if keys else ():
+            if session_key(record.namespace, record.session) in keys:
+                tokens, used_ms = file.tokens(record.session), int(1000 * record.last_used)
+                lists.append(TokenList(record.namespace, record.session, tokens, used_ms))
+    return lists
 
 
 def _record(here: Installation, session: str) -> SessionRecord:

@@ -19,6 +19,7 @@ from ops.config import Config
 from ops.errors import BadData, OpsError
 from ops.flags import print_json
 from ops.show import Bar, size
+from tiers import keeper_client
 from tiers.backup import check_backup
 from tiers.errors import BadFile, OtherFormat, TierError
 from tiers.export import check_exported
@@ -56,14 +57,18 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
     with Bar("checking blocks", quiet=as_json) as bar:
         for finding in find_damage(config, checked, Pace(limit_mb_s, _block_count(config), bar)):
             findings.append(finding)
+    mended = _have_mended(paths, findings)
     journal_count, journal_findings = check_journals(paths)
     findings += journal_findings
     counts = {**asdict(checked), "journals": journal_count}
     if as_json:
-        print_json({"ok": not findings, "checked": counts, "findings": [finding_row(f) for f in findings]})
+        rows = [finding_row(f) for f in findings]
+        print_json({"ok": not findings, "checked": counts, "findings": rows, "rebuilt": mended})
     else:
         for finding in findings:
             print_finding(finding)
+            if finding.key in mended:
+                click.echo("    the keeper has made it again from what is stored")
         counted = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "bytes")
         speed = f"{size(checked.bytes)} at {size(checked.bytes / max(time.monotonic() - started, 1e-3))}/s"
         click.echo(f"checked {counted}, {speed}: {'all whole' if not findings else f'{len(findings)} damaged'}")
@@ -72,6 +77,18 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
         raise BadData(
             "what is damaged is computed again when it is needed, nothing else is affected; `concordia repair` takes it out"
         )
+
+
+def _have_mended(paths: Paths, findings: list[Finding]) -> list[str]:
+    """Damaged bases that a running keeper has made again, told of them: it would find them by itself, later."""
+    bases = [finding.key for finding in findings if finding.kind == "base"]
+    if not bases or owned(paths) != "keeper":
+        return []
+    try:
+        left = keeper_client.mend(paths.keeper_socket, bases)
+    except TierError:
+        return []
+    return sorted(set(bases) - set(left))
 
 
 def find_damage(

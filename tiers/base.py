@@ -72,6 +72,14 @@ def pack_base(base: Base) -> bytes:
     return HEAD.pack(BASE_MAGIC, BASE_VERSION, 0, xxh3_64_intdigest(body)) + body
 
 
+def body_of(raw: Any) -> Base | None:
+    """What a damaged base says, not verified: any of it may be wrong. None if it can't be read."""
+    try:
+        return _decode(bytes(raw[HEAD.size :]))
+    except msgspec.MsgspecError:
+        return None
+
+
 def unpack_base(raw: Any, where: str) -> Base:
     """Verify a stored base and read it. Raises BadBlock."""
     if len(raw) < HEAD.size:

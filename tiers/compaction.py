@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -79,11 +79,26 @@ class SessionUse(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Limits in bytes and seconds; 0: none. `tenant_bytes` holds for each namespace by itself."""
+    """Limits in bytes and seconds; 0: none. `tenant_bytes` holds for each namespace by itself, unless `tenants` has another for it."""
 
     disk_bytes: int = 0
     tenant_bytes: int = 0
     ttl_s: float = 0.0
+    tenants: Mapping[str, int] = {}
+
+    def of(self, namespace: str) -> int:
+        """What a tenant may have on the disk."""
+        return self.tenants.get(namespace, self.tenant_bytes)
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether any tenant has a limit of its own."""
+        return bool(self.tenant_bytes) or any(self.tenants.values())
+
+    def is_near(self, namespace: str, used: int) -> bool:
+        """Whether a tenant has used so much that sessions of it are to be evicted."""
+        limit = self.of(namespace)
+        return bool(limit) and used > EVICT_FROM * limit
 
 
 def is_live(progress: Progress, newest_epoch: int, now: Now) -> bool:
@@ -120,7 +135,7 @@ def plan_eviction(
     if budget.ttl_s:
         chosen = {s.key: s for s in order if now_ms - s.used_ms > 1000 * budget.ttl_s}
     for namespace, used in tenants.items():
-        _choose(chosen, [s for s in order if s.namespace == namespace], used, budget.tenant_bytes)
+        _choose(chosen, [s for s in order if s.namespace == namespace], used, budget.of(namespace))
     _choose(chosen, order, used_bytes, budget.disk_bytes)
     return list(chosen.values())
 
@@ -151,6 +166,8 @@ class Drained(Protocol):
     def is_open(self, store: Store) -> bool: ...
     def catch_up(self) -> None: ...
     def settle(self) -> None: ...
+    def mend_bases(self, keys: Iterable[SessionKey]) -> list[SessionKey]: ...
+    def note_loss(self) -> None: ...
 
 
 Phase = Literal["fold", "evict", "mark", "wait", "free", "copy", "verify", "switch", "done"]
@@ -276,8 +293,8 @@ class Compaction:
         budget = self._budget._replace(disk_bytes=min(self._budget.disk_bytes or limit, limit))
         usage = store.usage()
         with store.snapshot() as view:
-            tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
-            over = [used > EVICT_FROM * budget.tenant_bytes for used in tenants.values()]
+            tenants = tenant_bytes(view, usage) if budget.has_tenants else {}
+            over = [budget.is_near(namespace, used) for namespace, used in tenants.items()]
             if not budget.ttl_s and usage.total_bytes <= EVICT_FROM * budget.disk_bytes and not any(over):
                 return
             now = self._drain.now()
@@ -287,6 +304,7 @@ class Compaction:
         for session in chosen:
             self._remove(session.key)
             log.info("compact.evicted", session=session.session, stream=session.stream, bytes=session.bytes)
+            self._drain.note_loss()
             self.progress.counts["evicted"] += 1
             self.progress.done += 1
             yield
@@ -308,6 +326,11 @@ class Compaction:
         """Everything that bases and sequences name, seen in short snapshots; what is named meanwhile is in `drain.named`."""
         marks = Marks()
         store = self._drain.store()
+        with store.snapshot() as view:
+            damaged = damaged_bases(view)
+        if damaged and not self._dry_run:
+            left = self._drain.mend_bases(damaged)
+            self.progress.counts["rebuilt_bases"] += len(damaged) - len(left)
         with store.snapshot() as view:
             sequences = sequences_of(view, self._drain.now())
             if view.locked:
@@ -402,6 +425,8 @@ class Compaction:
                 failpoints.reach("compact.free.before")
         if freed:
             failpoints.reach("compact.free.after")
+            if not self._dry_run:
+                self._drain.note_loss()
         self.progress.done += seen
         return last if keys and not (seen == len(keys) < BATCH) else None
 
@@ -477,6 +502,19 @@ class Compaction:
 # ---------------------------------------------------------------- what is stored
 
 
+def damaged_bases(view: View, after: bytes = b"", limit: int = 1 << 30) -> list[SessionKey]:
+    """Bases that can't be read, though the key that they are sealed with is there; of at most `limit` after the key `after`."""
+    found = []
+    for key, _ in view.scan_raw("bases", after, limit):
+        try:
+            view.base(SessionKey(key))
+        except Locked:
+            continue
+        except BadBlock:
+            found.append(SessionKey(key))
+    return found
+
+
 def key_of(progress: Progress) -> SessionKey:
     """Key of the session that a sequence belongs to."""
     return session_key(progress.namespace, progress.session, progress.stream)
@@ -543,7 +581,10 @@ def session_uses(view: View, now: Now) -> list[SessionUse]:
     uses: dict[SessionKey, SessionUse] = {}
     pinned = view.pins()
     for key, _ in view.scan("bases"):
-        base = view.base(SessionKey(key))  # those that are sealed without a key are passed over by the scan
+        try:
+            base = view.base(SessionKey(key))  # those that are sealed without a key are passed over by the scan
+        except BadBlock:
+            continue  # it is mended, or named by `verify`
         if base is not None:
             last = base.block_ids[-1] if base.blocks else chain_root(RootId(base.root), base.namespace)
             size = _chain_bytes(view, last, SequenceId(base.tail)) + disk_bytes(len(view.raw("bases", key)))

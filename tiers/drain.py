@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,22 @@ import numpy as np
 import structlog
 
 from tiers import failpoints, media
+from tiers.base import SessionKey
 from tiers.clock import SteadyClock
-from tiers.compaction import MAP_SHARE, Budget, Now
+from tiers.compaction import MAP_SHARE, Budget, Now, tenant_bytes
 from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
-from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size
+from tiers.keys import Keyring
+from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size, padded
 from tiers.layout import RootId, SequenceId, block_chain
 from tiers.pages import cached_bytes, drop_cached
 from tiers.paths import Paths
+from tiers.rebuild import TokenList, mend_all
+from tiers.repair import ASIDE
 from tiers.seal import Sealing
 from tiers.settings import TierSettings
 from tiers.store import Store
 from tiers.track import Track
+from tiers.view import View
 
 log = structlog.get_logger()
 
@@ -43,7 +49,7 @@ SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
-    "captured_bytes", "over_budget", "bad_records", "bad_blocks",
+    "captured_bytes", "over_budget", "bad_records", "bad_blocks", "bases_rebuilt",
     "stale_records", "orphan", "gap", "store_failures", "store_lost", "store_rescued",
 )  # fmt: skip
 
@@ -63,7 +69,8 @@ class Drain:
     def __init__(self, paths: Paths, settings: TierSettings) -> None:
         self.paths = paths
         self.settings = settings
-        self._lanes = LaneSet(paths.lane_dir, writable_tail=True)
+        self._keys = Keyring.from_environment()
+        self._lanes = LaneSet(paths.lane_dir, writable_tail=True, keys=self._keys)
         self._store: Store | None = None
         self._clock = SteadyClock()
         self._healthy_ms = self._clock()
@@ -80,6 +87,9 @@ class Drain:
         self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
         self._held: set[tuple[int, int]] = set()  # those that are held for too long
         self.cached_bytes = 0  # of the store's file, when it was looked at last
+        self.bad_bases: set[SessionKey] = set()  # that could not be made again
+        self._began_ms = self._clock()
+        self._losses = 0
 
     def open(self) -> None:
         """Make or open the store now, so that readers find one. Raises StoreFailed."""
@@ -122,6 +132,22 @@ class Drain:
     def now(self) -> Now:
         """The time, as "used last" is counted."""
         return Now(self._clock(), self._healthy_ms)
+
+    def note_loss(self) -> None:
+        """Something that was stored is stored no more: whoever remembers positions is to ask again."""
+        self._losses += 1
+
+    def mend_bases(self, keys: Iterable[SessionKey], lists: Iterable[TokenList] = ()) -> list[SessionKey]:
+        """Make damaged bases again; returns those that can't be. Raises StoreFailed."""
+        store, keys = self._open_store(), list(keys)
+        made, left = mend_all(store, self.paths.store / ASIDE, keys, lists)
+        self.bad_bases = (self.bad_bases - set(keys)) | set(left)
+        self.counts["bases_rebuilt"] += len(made)
+        if made:
+            store.recount()
+            self.note_loss()  # a base may be shorter than it was
+            self.owe_sync()
+        return left
 
     def settle(self) -> None:
         """Take everything and free the lanes: what is deleted now doesn't come back out of a lane after a crash. Raises StoreFailed."""
@@ -245,7 +271,10 @@ class Drain:
                 raise StoreFailed(self.failing or "the store is closed")
             try:
                 self._store = Store(
-                    self.paths.store, map_bytes=self.settings.store_map_bytes, durability=self.settings.durability
+                    self.paths.store,
+                    map_bytes=self.settings.store_map_bytes,
+                    durability=self.settings.durability,
+                    keys=self._keys,
                 )
             except StoreFailed as error:
                 self._fail(error)
@@ -260,6 +289,7 @@ class Drain:
         """
         self.forget_tracks()
         self.counts["store_failures"] += 1
+        self.note_loss()  # it may have been the file that is gone
         if not self.failing:
             log.error("drain.failed", error=str(error))
         self.failing = str(error)
@@ -400,6 +430,30 @@ class Drain:
                     found[sequence.hex()] = stored, synced
         return found
 
+    def lane_bytes(self, view: View) -> Counter[str]:
+        """By namespace: what records that are not freed take of all lanes. "" stands for sequences that nobody knows."""
+        names: dict[SequenceId, str] = {}
+        total: Counter[str] = Counter()
+        for lane in self._lanes.scan():
+            for header in lane.records(lane.tail):
+                if header.payload_bytes:
+                    if header.sequence not in names:
+                        names[header.sequence] = self._namespace(view, lane, header)
+                    total[names[header.sequence]] += padded(header.payload_bytes)
+        return total
+
+    def _namespace(self, view: View, lane: LaneReader, header: RecordHeader) -> str:
+        track = self.tracks.get(header.sequence)
+        if track is not None:
+            return track.namespace
+        progress = view.progress(header.sequence)
+        if progress is not None:
+            return progress.namespace
+        try:
+            return lane.open_payload(header).namespace if header.type == RecordType.OPEN else ""
+        except BadRecord:
+            return ""
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and how far behind the lanes are."""
         lanes = {}
@@ -412,6 +466,8 @@ class Drain:
             "lanes": lanes,
             "failing": self.failing,
             "deleted": self.deleted if time.monotonic() - self._deleted_at < DELETED_SAID_S else "",
+            "losses": [self._began_ms, self._losses],
+            "bad_bases": sorted(key.hex() for key in self.bad_bases),
             "unsynced_ms": round(1000 * (time.monotonic() - self._synced_at)) if self._unsynced else 0,
             **dict.fromkeys(COUNTERS, 0),
             **self.counts,
@@ -421,6 +477,10 @@ class Drain:
                 stats.update(
                     {f"stored_{name}": view.count(name) for name in ("blocks", "tails", "points", "sequences")}
                 )
+                stats["tenants"] = {
+                    name: [size, self.settings.tenant_limit(name, "disk")]
+                    for name, size in tenant_bytes(view, self._store.usage()).items()
+                }
             stats["store_bytes"] = self._store.used_bytes()
             stats["live_bytes"] = self._store.usage().total_bytes
             stats["cached_bytes"] = self.cached_bytes
@@ -436,7 +496,8 @@ class Drain:
     def budget(self) -> Budget:
         """What compaction is to keep to."""
         s = self.settings
-        return Budget(s.disk_budget_bytes, s.tenant_budget_bytes, s.session_ttl_s)
+        own = {name: s.tenant_limit(name, "disk") for name in s.tenants}
+        return Budget(s.disk_budget_bytes, s.tenant_budget_bytes, s.session_ttl_s, own)
 
     def close(self) -> None:
         """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""

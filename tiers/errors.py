@@ -3,6 +3,7 @@
     TierError
     ├── Retry          nothing is lost: try again after the keeper drained
     │   ├── LaneFull       no room in the ring or its directory
+    │   │   └── LaneShareFull  no room in what one tenant may take of it
     │   ├── LaneBusy       another process still holds the lane as its writer
     │   ├── KeeperAway     the keeper didn't answer within the deadline
     │   ├── OverBudget     the store may not grow until sessions were evicted
@@ -44,6 +45,12 @@ class LaneFull(Retry):
     """The lane has no room for this record until the keeper has drained some."""
 
     hint = "Nothing is lost: capture the same rows again after the keeper drained"
+
+
+class LaneShareFull(LaneFull):
+    """One tenant's records take all that they may of the lane; others' are appended."""
+
+    hint = "Nothing is lost: its rows are captured after the keeper drained; raise its lane_bytes if it happens under normal load"
 
 
 class LaneBusy(Retry):

@@ -116,12 +116,13 @@ def find_stored(
 ) -> Found | None:
     """What is stored of a token list, under the fingerprint that has most of it; one of `preferred` first. None if nothing is."""
     with store.snapshot() as view:
-        found = [_find(view, RootId(key), namespace, tokens) for key, _ in view.scan("roots")]
+        found = [find_under(view, RootId(bytes(key)), namespace, tokens) for key, _ in view.scan("roots")]
     stored = [one for one in found if one is not None and one.position]
     return max(stored, key=lambda one: (one.root in preferred, one.position), default=None)
 
 
-def _find(view: View, root: RootId, namespace: str, tokens: np.ndarray) -> Found | None:
+def find_under(view: View, root: RootId, namespace: str, tokens: np.ndarray) -> Found | None:
+    """What is stored of a token list under one fingerprint; None if it isn't known."""
     info = view.root(root)
     if info is None:
         return None

@@ -14,6 +14,7 @@ from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane import LaneReader, RecordHeader, RecordType
+from tiers.lane_seal import LockedRecord
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.values import Progress
 from tiers.verify import base_chain, whole_bases
@@ -140,6 +141,8 @@ def _record_row(
             names[header.sequence] = opened.session, opened.stream
         elif check:
             lane.payload(header)
+    except LockedRecord:
+        state = "locked"
     except BadRecord as error:
         state = f"bad: {error.what}"
     session, stream = names.get(header.sequence, ("", ""))

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from tiers.base import SessionKey
 from tiers.compaction import GRACE_S
 from tiers.drain import Drain
 from tiers.errors import OverBudget, StoreFailed, TierError
@@ -31,6 +32,7 @@ from tiers.keeper_operations import Operations
 from tiers.layout import RootId, SequenceId
 from tiers.lock import is_held
 from tiers.paths import Paths
+from tiers.rebuild import from_wire
 from tiers.settings import TierSettings
 
 log = structlog.get_logger()
@@ -44,6 +46,8 @@ OPS = (
     "forget",
     "import",
     "repair",
+    "mend",
+    "stored",
     "compact",
     "job",
     "sessions",
@@ -202,7 +206,13 @@ class Keeper:
         if op == "import":
             return self._operations.import_slice(request)
         if op == "repair":
-            return self._operations.repair([(kind, bytes.fromhex(key)) for kind, key in request["damaged"]])
+            damaged = [(kind, bytes.fromhex(key)) for kind, key in request["damaged"]]
+            return self._operations.repair(damaged, from_wire(request.get("lists", ())))
+        if op == "mend":
+            bases = [SessionKey(bytes.fromhex(key)) for key in request["bases"]]
+            return self._operations.mend(bases, from_wire(request.get("lists", ())))
+        if op == "stored":
+            return self._operations.stored(from_wire(request["lists"]))
         return self._do_sessions(op, request)
 
     def _do_sessions(self, op: str, request: dict[str, Any]) -> dict[str, Any]:

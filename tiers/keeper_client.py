@@ -10,12 +10,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from tiers.errors import KeeperAway, StoreFailed, TierError
+from tiers.rebuild import TokenList, to_wire
 
 Answer = dict[str, Any]
 ANSWER_LIMIT_BYTES = 64 << 20
@@ -71,10 +72,13 @@ class SessionInfo(msgspec.Struct, frozen=True):
 
 
 class TenantUse(msgspec.Struct, frozen=True):
-    """What a namespace has on the disk: (count, bytes) by kind; `limit` 0: none."""
+    """What a namespace has on the disk, (count, bytes) by kind, and in the lanes; limits of 0: none."""
 
     bytes: int
     limit: int
+    lane_bytes: int = 0
+    lane_limit: int = 0
+    memory_limit: int = 0
     blocks: tuple[int, int] = (0, 0)
     tails: tuple[int, int] = (0, 0)
     points: tuple[int, int] = (0, 0)
@@ -130,9 +134,39 @@ def import_slice(
     return _ask(path, request, timeout_s)["imported"]
 
 
-def repair(path: str | os.PathLike[str], damaged: list[tuple[str, bytes]], *, timeout_s: float = 300.0) -> Answer:
-    """Have the keeper drop damaged values, given as (kind, key); `tiers.repair.Repaired` as a dict. Raises KeeperAway, StoreFailed."""
-    return _ask(path, {"op": "repair", "damaged": [(kind, key.hex()) for kind, key in damaged]}, timeout_s)["repaired"]
+def repair(
+    path: str | os.PathLike[str],
+    damaged: list[tuple[str, bytes]],
+    lists: Iterable[TokenList] = (),
+    *,
+    timeout_s: float = 300.0,
+) -> Answer:
+    """Have the keeper drop damaged values, given as (kind, key), and make bases again; `tiers.repair.Repaired` as a dict.
+
+    lists  what is known of sessions whose base may be damaged
+    Raises KeeperAway, StoreFailed
+    """
+    given = [(kind, key.hex()) for kind, key in damaged]
+    return _ask(path, {"op": "repair", "damaged": given, "lists": to_wire(lists)}, timeout_s)["repaired"]
+
+
+def mend(
+    path: str | os.PathLike[str], bases: list[str], lists: Iterable[TokenList] = (), *, timeout_s: float = 60.0
+) -> list[str]:
+    """Have the keeper make damaged bases (keys in hex) again; returns those that it can't. Raises KeeperAway, StoreFailed."""
+    return _ask(path, {"op": "mend", "bases": bases, "lists": to_wire(lists)}, timeout_s)["left"]
+
+
+async def amend(
+    path: str | os.PathLike[str], bases: list[str], lists: Iterable[TokenList] = (), *, timeout_s: float = 60.0
+) -> list[str]:
+    """`mend` for an event loop."""
+    return (await _aask(path, {"op": "mend", "bases": bases, "lists": to_wire(lists)}, timeout_s))["left"]
+
+
+async def astored(path: str | os.PathLike[str], lists: Iterable[TokenList], *, timeout_s: float = 10.0) -> list[int]:
+    """How much of each token list has its state in the store now. Raises KeeperAway, StoreFailed."""
+    return (await _aask(path, {"op": "stored", "lists": to_wire(lists)}, timeout_s))["stored"]
 
 
 def start_compact(

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from tiers.compaction import GRACE_S, Compaction, plan_folds, sequences_of, tenant_bytes
+from tiers.compaction import EVICT_FROM, GRACE_S, Compaction, damaged_bases, plan_folds, sequences_of, tenant_bytes
 from tiers.drain import Drain
 from tiers.errors import TierError
 from tiers.shrink import Shrink
@@ -22,6 +22,7 @@ log = structlog.get_logger()
 JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socket
 JOB_PAUSE_S = 0.005  # between slices of what was asked for
 BACKGROUND_PAUSE_S = 0.06
+BASES_LOOKED_AT = 1024  # in one compaction interval: some ms
 COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
 
 
@@ -89,6 +90,7 @@ class Jobs:
         self._job: Job | None = None
         self._number = 0
         self._aged_at = -1e9
+        self._looked_at = b""  # key of the last base that was looked at
         self._collected_at = time.monotonic()
         self._compacted_at = time.monotonic()
 
@@ -121,10 +123,20 @@ class Jobs:
             return
         self._compacted_at = time.monotonic()
         try:
+            self.look_at_bases()
             if self.wants_compaction():
                 self.start(self._drain.settings.compact_after_s, GRACE_S, background=True)
         except TierError as error:
             log.warning("compact.postponed", error=str(error))
+
+    def look_at_bases(self) -> None:
+        """Read the next BASES_LOOKED_AT bases, and make the damaged ones again. Raises StoreFailed."""
+        with self._drain.store().snapshot() as view:
+            keys = [key for key, _ in view.scan_raw("bases", self._looked_at, BASES_LOOKED_AT)]
+            damaged = damaged_bases(view, self._looked_at, BASES_LOOKED_AT)
+        self._looked_at = keys[-1] if len(keys) == BASES_LOOKED_AT else b""
+        if damaged:
+            self._drain.mend_bases(damaged)
 
     def start(
         self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False, shrink: bool = False
@@ -160,11 +172,12 @@ class Jobs:
             )
             if folds or self._ttl_due(budget.ttl_s):
                 return True
-            tenants = tenant_bytes(view, usage) if budget.tenant_bytes else {}
+            tenants = tenant_bytes(view, usage) if budget.has_tenants else {}
         if self._drain.counts["over_budget"] and self._drain.failing:
             return True
-        limits = [(usage.total_bytes, budget.disk_bytes), *((used, budget.tenant_bytes) for used in tenants.values())]
-        return any(limit and used > 0.9 * limit for used, limit in limits)
+        if any(budget.is_near(namespace, used) for namespace, used in tenants.items()):
+            return True
+        return bool(budget.disk_bytes) and usage.total_bytes > EVICT_FROM * budget.disk_bytes
 
     def _ttl_due(self, ttl_s: float) -> bool:
         """Whether sessions' age is to be looked at again, which reads every base: twenty times within the time they may live."""

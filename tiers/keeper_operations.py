@@ -8,6 +8,7 @@ Source: docs/log-format.md
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ import msgspec
 import numpy as np
 import structlog
 
-from tiers.base import SessionKey, session_key
+from tiers.base import Base, SessionKey, session_key
 from tiers.compaction import key_of, make_base, sequences_of, session_uses
 from tiers.drain import Drain
 from tiers.errors import BadBlock
-from tiers.export import import_slice
+from tiers.export import find_under, import_slice
 from tiers.group import Group
 from tiers.keys import Locked
 from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
+from tiers.rebuild import TokenList
 from tiers.repair import ASIDE, Damaged, repair_store
 from tiers.values import Pin
+from tiers.view import View
 
 log = structlog.get_logger()
 
@@ -65,6 +68,7 @@ class Operations:
                         group.delete_block(chain[at - 1], packed[(at - 1) * size : at * size], chain[at])
                         blocks += 1
         self._drain.forget_tracks()
+        self._drain.note_loss()
         self._drain.owe_sync()
         log.info("drain.forgot", blocks=blocks, tails=tails, points=points, sequences=sequences)
         return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
@@ -82,14 +86,37 @@ class Operations:
             log.info("drain.imported", session=request["session"], path=request["path"])
         return {"imported": msgspec.to_builtins(done)}
 
-    def repair(self, damaged: list[tuple[str, bytes]]) -> dict[str, Any]:
-        """Drop what is damaged and end what leans on it, in one group commit. Raises StoreFailed."""
+    def mend(self, bases: Iterable[SessionKey], lists: Iterable[TokenList] = ()) -> dict[str, Any]:
+        """Make damaged bases again; `left` are those that can't be. Raises StoreFailed."""
+        left = self._drain.mend_bases(bases, lists)
+        return {"left": [key.hex() for key in left]}
+
+    def stored(self, lists: Iterable[TokenList]) -> dict[str, Any]:
+        """How much of each token list has its state in the store, under whichever fingerprint has most. Raises StoreFailed."""
+        with self._drain.store().snapshot() as view:
+            roots = [RootId(bytes(key)) for key, _ in view.scan("roots")]
+            return {"stored": [max((_stored_of(view, root, one) for root in roots), default=0) for one in lists]}
+
+    def repair(self, damaged: list[tuple[str, bytes]], lists: Iterable[TokenList] = ()) -> dict[str, Any]:
+        """Drop what is damaged and end what leans on it, in one group commit; bases are made again as far as they can be.
+
+        lists  what is known of sessions whose base may be damaged
+        Raises StoreFailed
+        """
         self._drain.flush(sync=False)
+        bases = {SessionKey(key) for kind, key in damaged if kind == "base"}
+        rebuilt = bases - set(self._drain.mend_bases(bases, lists))
         live = frozenset(sequence for sequence, track in self._drain.tracks.items() if not track.closed)
         with self._drain.store().group() as group:
             things = [Damaged(kind, key) for kind, key in damaged]
             done = repair_store(group, things, self._drain.paths.store / ASIDE, live=live)
+            done.rebuilt = [key.hex() for key in sorted(rebuilt)]
+            for key in rebuilt:
+                base = group.base(key)
+                if base is not None:
+                    done.kept_aside.append(str(self._drain.paths.store / ASIDE / f"base-{key.hex()}.broken"))
         self._drain.forget_tracks()
+        self._drain.note_loss()
         self._drain.sync()
         log.warning("drain.repaired", dropped=done.dropped, kept_aside=len(done.kept_aside))
         return {"repaired": asdict(done) | {"recompute": [part._asdict() for part in done.recompute]}}
@@ -98,16 +125,24 @@ class Operations:
         return bool(group.children(block, 1) or group.tails(block, limit=1) or group.points(block))
 
     def tenants(self) -> dict[str, dict[str, Any]]:
-        """By namespace: what it has on the disk, {kind: [count, bytes]}, the total and its limit. Raises StoreFailed."""
-        store = self._drain.store()
+        """By namespace: what it has on the disk, {kind: [count, bytes]}, in the lanes, and its limits. Raises StoreFailed."""
+        store, settings = self._drain.store(), self._drain.settings
         usage = store.usage()
         with store.snapshot() as view:
             names = {chain: tenant.namespace for chain, tenant in view.tenants()}
-        found: dict[str, dict[str, Any]] = {}
+            in_lanes = self._drain.lane_bytes(view)
+        found: dict[str, dict[str, Any]] = {
+            name: {
+                "bytes": 0,
+                "limit": settings.tenant_limit(name, "disk"),
+                "lane_bytes": in_lanes[name],
+                "lane_limit": settings.tenant_limit(name, "lane"),
+                "memory_limit": settings.tenant_limit(name, "memory"),
+            }
+            for name in sorted({*names.values(), *in_lanes, *settings.tenants})
+        }
         for (chain, kind), (count, size) in usage.items():
-            kinds = found.setdefault(
-                names.get(chain, ""), {"bytes": 0, "limit": self._drain.settings.tenant_budget_bytes}
-            )
+            kinds = found.setdefault(names.get(chain, ""), {"bytes": 0, "limit": 0})
             entry = kinds.setdefault(kind, [0, 0])
             entry[0] += count
             entry[1] += size
@@ -121,7 +156,7 @@ class Operations:
             stored = sequences_of(view, self._drain.now())
             for use in session_uses(view, self._drain.now()):
                 if namespace in (None, use.namespace) and session in (None, use.session):
-                    base = view.base(use.key)
+                    base = _readable_base(view, use.key)
                     found[use.key] = {
                         "namespace": use.namespace, "session": use.session, "stream": use.stream,
                         "root": base.root.hex() if base else "", "stored": base.position if base else 0,
@@ -160,7 +195,7 @@ class Operations:
         self._drain.settle()
         key, lists = session_key(namespace, session), list[tuple[RootId, bytes]]()
         with self._drain.store().snapshot() as view:
-            base = view.base(key)
+            base = _readable_base(view, key)
             if base is not None:
                 lists.append((RootId(base.root), base.tokens))
             for one in sequences_of(view, self._drain.now()):
@@ -194,6 +229,24 @@ class Operations:
         self._drain.owe_sync()
         log.warning("drain.dropped_locked", **dropped)
         return dict(dropped)
+
+
+def _stored_of(view: View, root: RootId, one: TokenList) -> int:
+    """Tokens of a list that can be restored, those at the beginning of a block that goes on otherwise included."""
+    view.keys.know(one.namespace)
+    found = find_under(view, root, one.namespace, np.frombuffer(one.tokens, "<i4"))
+    if found is None:
+        return 0
+    whole = found.block_count * found.info.block_tokens
+    child = view.best_child(found.chain[-1], one.tokens[4 * whole : 4 * (whole + found.info.block_tokens)])
+    return max(found.position, whole + child[1] if child else 0)
+
+
+def _readable_base(view: View, key: SessionKey) -> Base | None:
+    try:
+        return view.base(key)
+    except BadBlock:
+        return None  # it is made again, or named by `verify`
 
 
 def _delete_tails(group: Group, parent: BlockId, rest: bytes) -> int:

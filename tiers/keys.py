@@ -51,6 +51,7 @@ class Keyring:
     def __init__(self, keys: Mapping[str, bytes] | None = None) -> None:
         self._keys = dict(keys or {})
         self._ciphers: dict[bytes, Any] = {}
+        self._by_id: dict[bytes, bytes] = {}
         self._by_namespace: dict[str, tuple[bytes, Any] | None] = {}
         for namespace, key in self._keys.items():
             if namespace != OTHERS:
@@ -127,6 +128,16 @@ class Keyring:
         except InvalidTag:
             raise BadBlock("a sealed value was changed", where=where) from None
 
+    def key_of(self, namespace: str) -> tuple[bytes, bytes]:
+        """(id, key) of a namespace that has one, to derive others from."""
+        found = self._of(namespace)
+        assert found is not None, f"namespace {namespace} has no key"
+        return found[0], self._by_id[found[0]]
+
+    def key_by_id(self, key_id: bytes) -> bytes | None:
+        """A key by its id; None if it isn't there, or belongs to a namespace that isn't known yet (see `know`)."""
+        return self._by_id.get(key_id)
+
     def know(self, namespace: str) -> None:
         """Derive the key of a namespace that has no line of its own, so that what is sealed with it can be opened."""
         self._of(namespace)
@@ -140,10 +151,20 @@ class Keyring:
     def _cipher(self, key: bytes) -> tuple[bytes, Any]:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        name = hashlib.blake2b(key, digest_size=8, person=b"concordia-keyid").digest()
+        name = key_id(key)
         if name not in self._ciphers:
-            self._ciphers[name] = AESGCM(key)
+            self._ciphers[name], self._by_id[name] = AESGCM(key), key
         return name, self._ciphers[name]
+
+
+def key_id(key: bytes) -> bytes:
+    """What names a key without telling it, 8 bytes."""
+    return hashlib.blake2b(key, digest_size=8, person=b"concordia-keyid").digest()
+
+
+def derived_key(key: bytes, person: bytes, salt: bytes) -> bytes:
+    """A key for one purpose and one salt; nobody who has it can tell `key`."""
+    return hashlib.blake2b(salt, key=key, digest_size=KEY_BYTES, person=person).digest()
 
 
 def _derived(master: bytes | None, namespace: str) -> bytes | None:

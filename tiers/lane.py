@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from enum import IntEnum
@@ -30,18 +31,23 @@ from xxhash import xxh3_64_intdigest
 from tiers import failpoints, media
 from tiers.behind import Behind
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
+from tiers.keys import Keyring
+from tiers.lane_seal import LaneOpener, LaneSealer, Shape, Where
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.lock import is_held
 from tiers.media import Place
 from tiers.pages import populate_read
-from tiers.settings import LaneFlush
+from tiers.settings import LaneEncryption, LaneFlush
+from tiers.shares import LaneShares
 
 log = structlog.get_logger()
 
 PAGE = 4096
 LANE_MAGIC = b"CONCLANE"
 LANE_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+SEALED_VERSION = 3  # of a lane that may hold sealed records, and of their entries
+READABLE_VERSIONS = (1, 2, 3)
+SEALED = 0x8000  # in an entry's type: the payload is sealed
 ENTRY_MAGIC = 0x43455243  # b"CREC"
 ENTRY_VERSION = 2
 ENTRY_BYTES = 128
@@ -49,6 +55,7 @@ DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
 BEHIND_BYTES = 512 << 10  # of a payload: from here on its checksum takes longer than handing it over to another thread
 DELETED = " (deleted)"  # added to the name of a lane whose file is gone
+OPENED_BYTES = 32 << 20  # of sealed frames that a reader keeps opened
 POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
 
 # Page 0: magic, version, entry bytes, record count, ring bytes, lane id, then a checksum of those.
@@ -98,6 +105,12 @@ class RecordHeader(NamedTuple):
     payload_offset: int
     payload_bytes: int
     checksum: int
+    sealed: bool = False
+
+    @property
+    def where(self) -> Where:
+        """What a sealed payload is bound to."""
+        return Where(self.type, self.epoch, self.sequence, self.token_start, self.token_end)
 
     @property
     def token_count(self) -> int:
@@ -204,6 +217,39 @@ class PointReservation:
         return lane._commit(RecordType.POINT, sequence, epoch, position, position, self._offset, self._payload)
 
 
+class SealedReservation:
+    """As Reservation or PointReservation, for a tenant whose payloads are sealed. `frame` is memory of this process, not of the lane.
+
+    token_count  0: a rollback point
+    """
+
+    __slots__ = ("frame", "token_count", "_lane", "_namespace", "_offset", "_payload", "_shape")
+
+    def __init__(
+        self, lane: LaneWriter, offset: int, payload: np.ndarray, shape: Shape, namespace: str, token_count: int
+    ) -> None:
+        self._lane, self._offset, self._payload, self._shape, self._namespace = lane, offset, payload, shape, namespace
+        self.token_count = token_count
+        self.frame = np.empty(shape.large_bytes, np.uint8)
+
+    def commit(self, sequence: SequenceId, epoch: int, position: int, what: Any) -> int:
+        """Seal and publish, and return the record's number. what: ids of the tokens from `position` on, or a point's kind."""
+        lane = self._lane
+        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        assert lane.sealer is not None
+        if self.token_count:
+            kind, small = RecordType.ROWS, np.ascontiguousarray(what, dtype="<i4").view(np.uint8)
+            assert small.size == 4 * self.token_count, f"{small.size // 4} tokens for {self.token_count} rows"
+        else:
+            kind, small = RecordType.POINT, np.frombuffer(int(what).to_bytes(4, "little"), np.uint8)
+        where = Where(kind, epoch, sequence, position, position + self.token_count)
+        lane.sealer.seal(self._payload, self._shape, self._namespace, where, small, self.frame)
+        lane._reservation = None
+        return lane._commit(
+            kind | SEALED, sequence, epoch, position, position + self.token_count, self._offset, self._payload
+        )
+
+
 class LaneWriter:
     """The single writer of a lane. Not thread-safe: one thread of one process appends.
 
@@ -211,9 +257,13 @@ class LaneWriter:
     """
 
     def __init__(
-        self, path: Path, file: int, geometry: tuple[int, int, int], incarnation: int, flush: LaneFlush = "auto"
-    ) -> None:
+        self, path: Path, file: int, geometry: tuple[int, int, int], incarnation: int, flush: LaneFlush = "auto",
+        shares: LaneShares | None = None, sealer: LaneSealer | None = None,
+    ) -> None:  # fmt: skip
         self.path = path
+        self.sealer = sealer
+        self.shares = shares or LaneShares()
+        self._reserved_for = ""
         self.record_count, self.lane_bytes, self.lane_id = record_count, lane_bytes, _ = geometry
         self._file = file
         place = media.place_of(path)
@@ -223,7 +273,7 @@ class LaneWriter:
         self._flush = media.flusher(place, self._memory, flush)
         data = data_offset(record_count)
         self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
-        self._reservation: Reservation | PointReservation | None = None
+        self._reservation: Reservation | PointReservation | SealedReservation | None = None
         self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
         self._pending: tuple[int, int] | None = None  # number and payload offset of the record that is being published
         self._words[INCARNATION_WORD] = incarnation
@@ -240,23 +290,32 @@ class LaneWriter:
         busy_s: float = 5.0,
         device: str = "",
         flush: LaneFlush = "auto",
+        shares: LaneShares | None = None,
+        encryption: LaneEncryption = "auto",
+        keys: Keyring | None = None,
     ) -> LaneWriter:
         """Open the lane at `path` for appending; make, allocate and prefault it if there is none of this geometry.
 
         device  a /dev/dax* device to make a new lane on; `path` is then a link to it. Empty: the lane is the file `path`
         flush   see `media.flusher`
+        shares  what each tenant may take of it; records that wait already are counted
+        encryption, keys  payloads of tenants that have a key are sealed: `auto` where the lane isn't in memory, or `always`
         A lane of another geometry that still holds records is set aside as `<name>~<n>.lane`, for the keeper to drain and remove.
         Cost    of a new file: first touch of all its pages, 0.6 GB/s; of an existing one: a mapping, well under 0.1 s a GB
         Raises  LaneBusy (a writer holds it for longer than busy_s), OSError ENOSPC (shared memory is full)
         """
         path = Path(path)
         lane_bytes = (lane_bytes + PAGE - 1) & -PAGE
-        lane_id = _usable_lane(path, lane_bytes, record_count, busy_s)
+        keys = Keyring.from_environment() if keys is None else keys
+        sealer = LaneSealer(keys) if keys and (encryption == "always" or device or not media.in_memory(path)) else None
+        version = SEALED_VERSION if sealer is not None else LANE_VERSION
+        lane_id = _usable_lane(path, lane_bytes, record_count, version, busy_s)
         if lane_id is None:
             make = _make_device_lane if device else _make_lane
-            lane_id = make(path, lane_bytes, record_count, device)
+            lane_id = make(path, lane_bytes, record_count, version, device)
         file = _lock_writer(path, busy_s)
-        lane = cls(path, file, (record_count, lane_bytes, lane_id), incarnation, flush)
+        lane = cls(path, file, (record_count, lane_bytes, lane_id), incarnation, flush, shares, sealer)
+        lane._charge_waiting()
         log.info(
             "lane.opened",
             lane=path.stem,
@@ -264,8 +323,23 @@ class LaneWriter:
             tail=lane.tail,
             lane_bytes=lane_bytes,
             incarnation=incarnation,
+            sealed=sealer is not None,
         )
         return lane
+
+    def _charge_waiting(self) -> None:
+        """Records of an earlier incarnation count for their tenants; those whose OPEN record is freed already for nobody."""
+        if self.tail == self._head:
+            return
+        reader, names = LaneReader.open(self.path), dict[SequenceId, str]()
+        for header in reader.records(self.tail):
+            if header.type == RecordType.OPEN:
+                try:
+                    names[header.sequence] = reader.open_payload(header).namespace
+                except BadRecord:
+                    continue
+            self.shares.charge(header.number, names.get(header.sequence, ""), padded(header.payload_bytes))
+        reader.close()
 
     def _find_head(self) -> tuple[int, int]:
         """Number and monotonic offset after the last committed record."""
@@ -316,16 +390,23 @@ class LaneWriter:
         # Entry `tail` is not freed, so this writer has not reused its slot.
         return ENTRY.unpack_from(self._memory, self._entry_offset(tail))[8]
 
-    def reserve_rows(self, layout: Layout, token_count: int) -> Reservation:
-        """Room for the rows of `token_count` tokens. Raises LaneFull (retry after a drain), TooLarge (never fits)."""
+    def reserve_rows(self, layout: Layout, token_count: int, namespace: str = "") -> Reservation | SealedReservation:
+        """Room for the rows of `token_count` tokens. Raises LaneFull (retry after a drain), TooLarge (never fits).
+
+        namespace  whose they are: for `shares`, and for whom they are sealed
+        """
+        if self._is_sealed(namespace):
+            return self._reserve_sealed(4 * token_count, layout.frame_bytes(token_count), namespace, token_count)
         frame_start = tokens_bytes(token_count)
-        offset, payload = self._reserve(frame_start + layout.frame_bytes(token_count))
+        offset, payload = self._reserve(frame_start + layout.frame_bytes(token_count), namespace)
         self._reservation = reservation = Reservation(self, offset, token_count, payload, frame_start)
         return reservation
 
-    def reserve_point(self, state_bytes: int) -> PointReservation:
-        """Room for one rollback point's state. Raises LaneFull (retry after a drain), TooLarge (never fits)."""
-        offset, payload = self._reserve(POINT_HEAD_BYTES + state_bytes)
+    def reserve_point(self, state_bytes: int, namespace: str = "") -> PointReservation | SealedReservation:
+        """Room for one rollback point's state. As `reserve_rows`."""
+        if self._is_sealed(namespace):
+            return self._reserve_sealed(4, state_bytes, namespace, 0)
+        offset, payload = self._reserve(POINT_HEAD_BYTES + state_bytes, namespace)
         self._reservation = reservation = PointReservation(self, offset, payload)
         return reservation
 
@@ -353,16 +434,36 @@ class LaneWriter:
             root, layout.entries, block_tokens, namespace, session, stream, token_start, tokens, layout.state_bytes
         )
         body = _encode_open(said)
-        offset, payload = self._reserve(len(body))
+        if self._is_sealed(namespace):
+            assert self.sealer is not None
+            name, where = namespace.encode(), Where(RecordType.OPEN, epoch, sequence, token_start, token_start)
+            shape = Shape.of(len(name), len(body), None)
+            offset, payload = self._reserve(shape.payload_bytes, namespace)
+            self.sealer.seal(payload, shape, namespace, where, body, name=name)
+            kind = RecordType.OPEN | SEALED
+            return self._commit(kind, sequence, epoch, token_start, token_start, offset, payload)
+        offset, payload = self._reserve(len(body), namespace)
         payload[:] = np.frombuffer(body, dtype=np.uint8)
         return self._commit(RecordType.OPEN, sequence, epoch, token_start, token_start, offset, payload)
+
+    def _is_sealed(self, namespace: str) -> bool:
+        return self.sealer is not None and self.sealer.seals(namespace)
+
+    def _reserve_sealed(
+        self, small_bytes: int, large_bytes: int, namespace: str, token_count: int
+    ) -> SealedReservation:
+        shape = Shape.of(0, small_bytes, large_bytes)
+        offset, payload = self._reserve(shape.payload_bytes, namespace)
+        reservation = SealedReservation(self, offset, payload, shape, namespace, token_count)
+        self._reservation = reservation
+        return reservation
 
     def append_close(self, sequence: SequenceId, epoch: int, token_end: int) -> int:
         """End a sequence: no more rows follow, and its truth ends at token_end. Raises LaneFull."""
         offset, payload = self._reserve(0)
         return self._commit(RecordType.CLOSE, sequence, epoch, token_end, token_end, offset, payload)
 
-    def _reserve(self, payload_bytes: int) -> tuple[int, np.ndarray]:
+    def _reserve(self, payload_bytes: int, namespace: str = "") -> tuple[int, np.ndarray]:
         self._reservation = None
         size, ring = padded(payload_bytes), self.lane_bytes
         if size > ring:
@@ -377,6 +478,8 @@ class LaneWriter:
             raise LaneFull(
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
             )
+        self.shares.check(namespace, size, tail)
+        self._reserved_for = namespace
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
         self._words[RESERVED_WORD] = max(offset + size, self._words[RESERVED_WORD])
         self._words[(self._entry_offset(self._head) >> 3) + COMMIT] = 0
@@ -396,6 +499,7 @@ class LaneWriter:
             self._pending = number, offset
             self._behind.start(publish)
         self._head, self._head_bytes = number + 1, offset + padded(payload.size)
+        self.shares.charge(number, self._reserved_for, padded(payload.size))
         return number
 
     def _publish(
@@ -405,7 +509,8 @@ class LaneWriter:
         """Let readers see a record whose payload stands. This thread, or the one behind it."""
         size, at = payload.size, self._entry_offset(number)
         checksum = xxh3_64_intdigest(payload.data)
-        body = ENTRY.pack(ENTRY_MAGIC, ENTRY_VERSION, kind, number, epoch, sequence, start, end, offset, size, checksum)
+        version = SEALED_VERSION if kind & SEALED else ENTRY_VERSION
+        body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, checksum)
         self._memory[at : at + ENTRY.size] = body
         word = at >> 3
         self._words[word + ENTRY_CHECK] = xxh3_64_intdigest(body)
@@ -461,8 +566,15 @@ def data_offset(record_count: int) -> int:
 def parse_entry(raw: bytes, number: int, lane_bytes: int = 1 << 62) -> RecordHeader:
     """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped, or says what can't be."""
     magic, version, kind, found, epoch, sequence, start, end, offset, size, checksum = ENTRY.unpack_from(raw)
+    sealed, kind = bool(kind & SEALED), kind & ~SEALED
     whole = xxh3_64_intdigest(raw[: ENTRY.size]) == int.from_bytes(raw[ENTRY.size : ENTRY.size + 8], "little")
-    if not whole or magic != ENTRY_MAGIC or version not in READABLE_VERSIONS or found != number:
+    if (
+        not whole
+        or magic != ENTRY_MAGIC
+        or version not in READABLE_VERSIONS
+        or found != number
+        or sealed != (version == SEALED_VERSION)
+    ):
         possible = False
     else:
         # A right checksum over wrong numbers was written by a bug or by somebody else; a reader must not walk off with them.
@@ -471,7 +583,7 @@ def parse_entry(raw: bytes, number: int, lane_bytes: int = 1 << 62) -> RecordHea
         )
     if not possible:
         return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
-    return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum)
+    return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum, sealed)
 
 
 def _read_geometry(place: Place) -> tuple[int, int, int, int] | None:
@@ -500,7 +612,7 @@ def lane_size(head: bytes) -> int:
     return data_offset(geometry[0]) + geometry[1] if geometry else 0
 
 
-def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) -> int | None:
+def _usable_lane(path: Path, lane_bytes: int, record_count: int, version: int, busy_s: float) -> int | None:
     """Id of the existing lane if it can be continued, after setting aside one that can't."""
     if not path.exists():
         return None
@@ -508,7 +620,7 @@ def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) 
         geometry = _read_geometry(media.place_of(path))
     except (OtherFormat, FileNotFoundError):
         geometry = None
-    if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == LANE_VERSION:
+    if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == version:
         return geometry[2]
     os.close(_lock_writer(path, busy_s))
     if geometry is None:
@@ -521,12 +633,12 @@ def _usable_lane(path: Path, lane_bytes: int, record_count: int, busy_s: float) 
     return None
 
 
-def _geometry_bytes(record_count: int, lane_bytes: int, lane_id: int) -> bytes:
-    header = GEOMETRY.pack(LANE_MAGIC, LANE_VERSION, ENTRY_BYTES, record_count, lane_bytes, lane_id)
+def _geometry_bytes(record_count: int, lane_bytes: int, lane_id: int, version: int) -> bytes:
+    header = GEOMETRY.pack(LANE_MAGIC, version, ENTRY_BYTES, record_count, lane_bytes, lane_id)
     return header + xxh3_64_intdigest(header).to_bytes(8, "little")
 
 
-def _make_lane(path: Path, lane_bytes: int, record_count: int, device: str = "") -> int:
+def _make_lane(path: Path, lane_bytes: int, record_count: int, version: int, device: str = "") -> int:
     """Allocate and prefault a new lane; it gets its name only when whole, so nobody sees half a lane."""
     draft = path.with_name(path.name + ".new")
     lane_id = secrets.randbits(63)
@@ -534,7 +646,7 @@ def _make_lane(path: Path, lane_bytes: int, record_count: int, device: str = "")
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS in mid-capture
-        os.pwrite(file, _geometry_bytes(record_count, lane_bytes, lane_id), 0)
+        os.pwrite(file, _geometry_bytes(record_count, lane_bytes, lane_id, version), 0)
         os.rename(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -544,7 +656,7 @@ def _make_lane(path: Path, lane_bytes: int, record_count: int, device: str = "")
     return lane_id
 
 
-def _make_device_lane(path: Path, lane_bytes: int, record_count: int, device: str) -> int:
+def _make_device_lane(path: Path, lane_bytes: int, record_count: int, version: int, device: str) -> int:
     """A new lane in a free range of a DAX device, and `path` as the link to it. Raises OSError ENOSPC, OtherFormat."""
     found = media.Device.find(device)
     lane_id = secrets.randbits(63)
@@ -556,7 +668,7 @@ def _make_device_lane(path: Path, lane_bytes: int, record_count: int, device: st
         with place.map_head(start, writable=True) as head:
             head[:start] = bytes(start)  # whatever lay here before: no record of it may look committed
             head[media.OWNER_OFFSET : media.OWNER_OFFSET + media.OWNER_BYTES] = media.owner_of(path.parent)
-            header = _geometry_bytes(record_count, lane_bytes, lane_id)
+            header = _geometry_bytes(record_count, lane_bytes, lane_id, version)
             head[: len(header)] = header
         media.write_link(path, place)
     return lane_id
@@ -595,9 +707,15 @@ class LaneReader:
     """
 
     def __init__(
-        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int, int], writable_tail: bool
-    ) -> None:
+        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int, int], writable_tail: bool,
+        keys: Keyring | None = None,
+    ) -> None:  # fmt: skip
         self.path = path
+        self._keys = keys
+        self._opener: LaneOpener | None = None
+        # One record may be part of many blocks, which the drain's two threads join.
+        self._opened: dict[int, tuple[RecordHeader, np.ndarray]] = {}
+        self._opened_lock = threading.Lock()
         self.record_count, self.lane_bytes, self.lane_id, self.version = geometry
         self.inode = inode  # not used again for another file while this one is held open
         self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -612,15 +730,17 @@ class LaneReader:
         self._tail_memory = memoryview(self._tail_map).cast("Q") if self._tail_map is not None else None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, writable_tail: bool = False) -> LaneReader:
-        """Map the lane at `path`. Raises OtherFormat, FileNotFoundError."""
+    def open(
+        cls, path: str | os.PathLike[str], *, writable_tail: bool = False, keys: Keyring | None = None
+    ) -> LaneReader:
+        """Map the lane at `path`. keys: to open sealed records with, default this process's. Raises OtherFormat, FileNotFoundError."""
         path = Path(path)
         inode = os.stat(path).st_ino
         place = media.place_of(path)
         geometry = _read_geometry(place)
         if geometry is None:
             raise OtherFormat("not a lane of this version", where=str(path))
-        reader = cls(path, inode, place, geometry, writable_tail)
+        reader = cls(path, inode, place, geometry, writable_tail, keys)
         if os.stat(path).st_ino != inode:  # replaced in between
             reader.close()
             raise FileNotFoundError(errno.ENOENT, "the lane was replaced while it was opened; open it again", str(path))
@@ -701,29 +821,65 @@ class LaneReader:
                 raise BadRecord("a record's checksum is wrong", where=self._where(header))
         return view
 
+    @property
+    def opener(self) -> LaneOpener:
+        """What opens sealed records."""
+        if self._opener is None:
+            self._opener = LaneOpener(Keyring.from_environment() if self._keys is None else self._keys)
+        return self._opener
+
+    def _small(self, header: RecordHeader, small_bytes: int | None) -> bytes:
+        payload = self.payload(header, verify=False)
+        return self.opener.small(payload, header.where, small_bytes, self._where(header))
+
+    def _large(self, header: RecordHeader, small_bytes: int) -> np.ndarray:
+        with self._opened_lock:
+            held = self._opened.get(header.number)
+        if held is not None and held[0] == header:
+            return held[1]
+        payload = self.payload(header, verify=False)
+        opened = self.opener.large(payload, header.where, small_bytes, self._where(header))
+        opened.flags.writeable = False
+        with self._opened_lock:
+            self._opened[header.number] = header, opened
+            while len(self._opened) > 1 and sum(part.nbytes for _, part in self._opened.values()) > OPENED_BYTES:
+                del self._opened[next(iter(self._opened))]
+        return opened
+
     def tokens(self, header: RecordHeader) -> bytes:
-        """Token ids of a ROWS record, int32 little-endian. Not verified: the checksum covers them when the frame is read."""
+        """Token ids of a ROWS record, int32 little-endian. Not verified: the checksum covers them when the frame is read.
+
+        Raises BadRecord if they are sealed, and were changed or can't be opened
+        """
+        if header.sealed:
+            return self._small(header, 4 * header.token_count)
         place = header.payload_offset % self.lane_bytes
         return self._ring[place : place + 4 * header.token_count].tobytes()
 
     def open_payload(self, header: RecordHeader) -> OpenPayload:
         """What an OPEN record says. Raises BadRecord."""
-        payload = self.payload(header)
+        payload = self._small(header, None) if header.sealed else self.payload(header).data
         try:
-            return _decode_open(payload.data)
+            return _decode_open(payload)
         except msgspec.MsgspecError as error:
             raise BadRecord("an OPEN record can't be read", where=self._where(header), cause=str(error)) from error
 
     def frame(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
-        """The frame of a ROWS record. As `payload`."""
+        """The frame of a ROWS record. As `payload`; a sealed one's is opened into memory of its own, and always verified."""
+        if header.sealed:
+            return self._large(header, 4 * header.token_count)
         return self.payload(header, verify=verify)[tokens_bytes(header.token_count) :]
 
     def state(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
-        """The state bytes of a POINT record. As `payload`."""
+        """The state bytes of a POINT record. As `frame`."""
+        if header.sealed:
+            return self._large(header, 4)
         return self.payload(header, verify=verify)[POINT_HEAD_BYTES:]
 
     def point_kind(self, header: RecordHeader) -> int:
-        """The PointKind of a POINT record. Not verified: the checksum covers it when the state is read."""
+        """The PointKind of a POINT record. As `tokens`."""
+        if header.sealed:
+            return int.from_bytes(self._small(header, 4), "little")
         place = header.payload_offset % self.lane_bytes
         return int.from_bytes(self._ring[place : place + 4].tobytes(), "little")
 
@@ -770,7 +926,10 @@ class LaneSet:
     stays until it is drained and has no writer any more: somebody deleted the file of a lane that is in use.
     """
 
-    def __init__(self, lane_dir: str | os.PathLike[str], *, writable_tail: bool = False) -> None:
+    def __init__(
+        self, lane_dir: str | os.PathLike[str], *, writable_tail: bool = False, keys: Keyring | None = None
+    ) -> None:
+        self.keys = Keyring.from_environment() if keys is None else keys
         self._lane_dir = Path(lane_dir)
         self._writable_tail = writable_tail
         self._readers: dict[int, LaneReader] = {}
@@ -799,7 +958,7 @@ class LaneSet:
 
     def _add(self, path: Path) -> None:
         try:
-            reader = LaneReader.open(path, writable_tail=self._writable_tail)
+            reader = LaneReader.open(path, writable_tail=self._writable_tail, keys=self.keys)
         except FileNotFoundError:
             return
         except OtherFormat as error:

@@ -29,6 +29,7 @@ log = structlog.get_logger()
 
 PAGE = 4096
 LINK_MAGIC = b"CONCLINK"
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6, 0x958458F6)  # tmpfs, ramfs, hugetlbfs (statfs(2))
 SYSFS_DAX = Path("/sys/bus/dax/devices")
 OWNER_OFFSET, OWNER_BYTES = 48, 16  # in a lane's header page: whose lane a range of a device is
 
@@ -246,6 +247,20 @@ def _libpmem_persist() -> Callable[[int, int], None] | None:
         persist.argtypes, persist.restype = (ctypes.c_void_p, ctypes.c_size_t), None
         return persist
     return None
+
+
+def in_memory(lane: Path) -> bool:
+    """Whether a lane of this name, there or to be made, lies in memory, and ends with the machine. False where that can't be known."""
+    if lane.exists():
+        try:
+            if place_of(lane).is_device:
+                return False
+        except OtherFormat:
+            pass
+    result = (ctypes.c_long * 32)()
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(lane.parent), result) != 0:
+        return False
+    return result[0] in MEMORY_FILE_SYSTEMS
 
 
 def _is_dax_file(path: Path) -> bool:

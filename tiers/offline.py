@@ -14,7 +14,8 @@ from pathlib import Path
 from tiers.drain import Drain
 from tiers.errors import BadRecord, StoreBusy
 from tiers.keys import BadKeys
-from tiers.lane import LaneSet, RecordType
+from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType
+from tiers.lane_seal import LockedRecord
 from tiers.lock import is_held
 from tiers.paths import Paths
 from tiers.settings import TierSettings
@@ -72,6 +73,27 @@ def _need_keys(drain: Drain) -> None:
         }
     if missing:
         raise BadKeys(f"the store is sealed for {', '.join(sorted(missing))}, and that key isn't given")
+    lanes = LaneSet(drain.paths.lane_dir, keys=view.keys)
+    try:
+        for lane in lanes.scan():
+            for header in lane.records(lane.tail):
+                if header.sealed:
+                    _need_key(lane, header)
+    finally:
+        lanes.close()
+
+
+def _need_key(lane: LaneReader, header: RecordHeader) -> None:
+    """Raises BadKeys if a record is sealed with a key that isn't given; a damaged one is the drain's to name."""
+    try:
+        if header.type == RecordType.OPEN:
+            lane.open_payload(header)
+        elif header.type == RecordType.ROWS:
+            lane.tokens(header)
+    except LockedRecord as error:
+        raise BadKeys("a record in a lane is sealed, and its key isn't given", where=error.where) from error
+    except BadRecord:
+        pass
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 MADV_WILLNEED = 3
+MADV_DONTNEED = 4
 MADV_POPULATE_READ = 22  # Linux 5.14
 _PAGE_MASK = ~(mmap.PAGESIZE - 1)
 
@@ -30,6 +31,14 @@ def populate_read(view: np.ndarray) -> None:
     address = view.__array_interface__["data"][0]
     start = address & _PAGE_MASK
     _madvise(start, address + view.nbytes - start, MADV_POPULATE_READ)
+
+
+def give_back(view: np.ndarray) -> None:
+    """Give the whole pages under `view`, private memory of this process, back to the kernel; they read as zeros then."""
+    address = view.__array_interface__["data"][0]
+    start, end = (address + mmap.PAGESIZE - 1) & _PAGE_MASK, (address + view.nbytes) & _PAGE_MASK
+    if end > start:
+        _madvise(start, end - start, MADV_DONTNEED)
 
 
 def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:

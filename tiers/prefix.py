@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from tiers.errors import BadBlock, BadRecord, StoreFailed
+from tiers.keys import Keyring
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import read_ahead
@@ -79,6 +80,8 @@ class PointRef(NamedTuple):
 class Snapshots(Protocol):
     """What the finder needs of a store: StoreReader, or the keeper's own Store."""
 
+    keys: Keyring
+
     def snapshot(self) -> AbstractContextManager[View]: ...
 
 
@@ -115,7 +118,10 @@ class LaneIndex:
         for lane, tail in tails:
             headers = lane.records(self._seen.get(lane.lane_id, tail))
             for header in headers:
-                self._take(lane, header, view)
+                try:
+                    self._take(lane, header, view)
+                except BadRecord:
+                    continue  # sealed, and changed or without its key: what follows on it has a gap before it
             self._seen[lane.lane_id] = headers[-1].number + 1 if headers else self._seen.get(lane.lane_id, tail)
 
     def _take(self, lane: LaneReader, header: RecordHeader, view: View) -> None:
@@ -346,7 +352,7 @@ class PrefixFinder:
 
     def __init__(self, store: Snapshots, lane_dir: str | os.PathLike[str]) -> None:
         self._store = store
-        self._lanes = LaneSet(lane_dir)
+        self._lanes = LaneSet(lane_dir, keys=store.keys)
         self._index = LaneIndex(self._lanes)
         self.unusable = ""  # why the store can't be opened
 

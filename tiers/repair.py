@@ -47,12 +47,18 @@ class Recompute(NamedTuple):
 
 @dataclass(slots=True)
 class Repaired:
-    """What was done. `kept_aside`: files with the damaged bytes; `live`: sequences that are still written and were left as they are."""
+    """What was done.
+
+    kept_aside  files with the damaged bytes
+    live        sequences that are still written and were left as they are
+    rebuilt     keys (hex) of damaged bases that were made again
+    """
 
     dropped: int = 0
     kept_aside: list[str] = field(default_factory=list)
     recompute: list[Recompute] = field(default_factory=list)
     live: int = 0
+    rebuilt: list[str] = field(default_factory=list)
 
 
 def repair_store(

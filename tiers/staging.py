@@ -19,6 +19,7 @@ import numpy as np
 from tiers.errors import LaneFull, TooLarge
 from tiers.lane import ALIGN, LaneWriter, PointKind
 from tiers.layout import Layout, RootId, SequenceId
+from tiers.shares import LaneShares
 
 Ready = Callable[[], bool]
 
@@ -84,6 +85,11 @@ class StagingRing:
         return min(self._memory.size, self.lane.lane_bytes)
 
     @property
+    def shares(self) -> LaneShares:
+        """The lane's."""
+        return self.lane.shares
+
+    @property
     def free_bytes(self) -> int:
         """Room in the lane; what is staged will need some of it."""
         return max(0, self.lane.free_bytes - (self._head - self._tail))
@@ -93,8 +99,11 @@ class StagingRing:
         """Records that are staged and not in the lane yet."""
         return len(self._staged)
 
-    def reserve_rows(self, layout: Layout, token_count: int) -> StagedFrame:
-        """Room for the rows of `token_count` tokens. Raises LaneFull (retry after copies completed or a drain), TooLarge."""
+    def reserve_rows(self, layout: Layout, token_count: int, namespace: str = "") -> StagedFrame:
+        """Room for the rows of `token_count` tokens. Raises LaneFull (retry after copies completed or a drain), TooLarge.
+
+        A tenant beyond its share of the lane holds up what is staged after its record, so that records keep their order.
+        """
 
         def append(
             frame: np.ndarray, sequence: SequenceId, epoch: int, start: int, tokens: Any
@@ -102,7 +111,7 @@ class StagingRing:
             kept = np.array(tokens, dtype="<i4")
 
             def put() -> object:
-                reservation = self.lane.reserve_rows(layout, token_count)
+                reservation = self.lane.reserve_rows(layout, token_count, namespace)
                 np.copyto(reservation.frame, frame)
                 return reservation.commit(sequence, epoch, start, kept)
 
@@ -110,14 +119,14 @@ class StagingRing:
 
         return self._reserve(layout.frame_bytes(token_count), token_count, append)
 
-    def reserve_point(self, state_bytes: int) -> StagedFrame:
+    def reserve_point(self, state_bytes: int, namespace: str = "") -> StagedFrame:
         """Room for one rollback point's state. As `reserve_rows`."""
 
         def append(
             frame: np.ndarray, sequence: SequenceId, epoch: int, position: int, kind: PointKind
         ) -> Callable[[], object]:
             def put() -> object:
-                reservation = self.lane.reserve_point(state_bytes)
+                reservation = self.lane.reserve_point(state_bytes, namespace)
                 np.copyto(reservation.frame, frame)
                 return reservation.commit(sequence, epoch, position, kind)
 

@@ -141,6 +141,10 @@ class Store:
                 self._usage = measure_usage(view)
         return self._usage
 
+    def recount(self) -> None:
+        """Look at every small record again before the next `usage`: something that couldn't be read was replaced."""
+        self._usage = None
+
     def map_bytes(self) -> int:
         """Size of the map: what the file can grow to."""
         return self._env.info()["map_size"]

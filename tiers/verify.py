@@ -15,6 +15,7 @@ from tiers.base import Base, SessionKey
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane import LaneSet, RecordType
+from tiers.lane_seal import LockedRecord
 from tiers.layout import BlockId, PointId, SequenceId
 from tiers.values import PointEntry, Progress, unpack_node
 from tiers.view import StoreReader, View
@@ -262,7 +263,7 @@ def _leaning(view: View, key: bytes, entry: PointEntry) -> tuple[Affected, ...]:
 
 
 def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: Checked) -> Iterator[Finding]:
-    lanes = LaneSet(lane_dir)
+    lanes = LaneSet(lane_dir, keys=store.keys)
     names: dict[bytes, tuple[str, str]] = {}
     for lane in lanes.scan():
         for header in lane.records(lane.tail):
@@ -274,7 +275,11 @@ def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: C
                 if header.type == RecordType.OPEN:
                     opened = lane.open_payload(header)
                     names[header.sequence] = opened.session, opened.stream
+                elif header.sealed and header.type == RecordType.ROWS:
+                    lane.frame(header)
                 counts.bytes += lane.payload(header).size
+            except LockedRecord:
+                counts.locked += 1
             except BadRecord as error:
                 if header.number < lane.tail:
                     continue  # the keeper has taken it meanwhile

@@ -16,7 +16,7 @@ import structlog
 
 from engine.arena import Arena, Slot
 from engine.messages import adapter_root
-from tiers.errors import LaneFull
+from tiers.errors import LaneFull, LaneShareFull
 from tiers.lane import LaneWriter
 from tiers.layout import RootId, SequenceId, sequence_id
 
@@ -86,8 +86,11 @@ class Capture:
         """Announce a step's captures, each with the position that it will go to: on a GPU one launch gathers them all."""
         if self.rows is None:
             return
-        most, began = self.record_tokens, time.perf_counter()
-        self.rows.ahead((slot, cursor.position, min(end, cursor.position + most)) for cursor, slot, end in captures)
+        began = time.perf_counter()
+        self.rows.ahead(
+            (slot, cursor.position, min(end, cursor.position + self._most_tokens(slot)))
+            for cursor, slot, end in captures
+        )
         self.seconds += time.perf_counter() - began
 
     def advance(self, cursor: Cursor, slot: Slot) -> bool:
@@ -101,7 +104,11 @@ class Capture:
         try:
             self._open(cursor, slot)
             while cursor.position < slot.length:
-                self._append(cursor, slot, min(slot.length, cursor.position + self.record_tokens))
+                self._append(cursor, slot, min(slot.length, cursor.position + self._most_tokens(slot)))
+        except LaneShareFull as error:
+            if self.lane.shares.refused[slot.namespace] % 1000 == 1:
+                log.warning("capture.share_full", tenant=slot.namespace, stream=cursor.stream, error=str(error))
+            return False
         except LaneFull:
             self.lane_full += 1
             if self.lane_full == 1 or self.lane_full % 1000 == 0:
@@ -110,6 +117,13 @@ class Capture:
         finally:
             self.seconds += time.perf_counter() - began
         return True
+
+    def _most_tokens(self, slot: Slot) -> int:
+        """Tokens of one record: a small share of the lane must take several, too."""
+        share = self.lane.shares.limit_of(slot.namespace)
+        if not share:
+            return self.record_tokens
+        return max(1, min(self.record_tokens, share // 4 // max(1, self.arena.layout.token_bytes)))
 
     def close(self, cursor: Cursor) -> None:
         """Say that the sequence ends at its cursor, so that the keeper can forget it."""
@@ -169,7 +183,7 @@ class Capture:
 
     def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
         start = cursor.position
-        reservation = self.lane.reserve_rows(self.arena.layout, end - start)
+        reservation = self.lane.reserve_rows(self.arena.layout, end - start, slot.namespace)
         (self.rows or self.arena).copy_out(slot, start, end, reservation.frame)
         reservation.commit(cursor.sequence, cursor.epoch, start, slot.tokens[start:end])
         cursor.position = end

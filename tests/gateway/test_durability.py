@@ -5,6 +5,7 @@ A real keeper works on the gateway's directories; the test writes the lane that 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import subprocess
@@ -78,6 +79,11 @@ async def session(world: World, **expected: Any) -> dict[str, Any]:
     return dict(await world.until(probe, 30.0))
 
 
+async def session_tokens(world: World, count: int) -> np.ndarray:
+    view = await world.get("/v1/sessions/chat?tokens=1")
+    return np.array(view["token_ids"][:count], np.int32)
+
+
 @pytest.mark.process
 async def test_durable_follows_captured_without_a_park(world: World, keeper: KeeperProcess) -> None:
     keeper.start()
@@ -90,7 +96,7 @@ async def test_durable_follows_captured_without_a_park(world: World, keeper: Kee
 
     lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
     sequence = sequence_id(stream, 1)
-    tokens = np.arange(count, dtype=np.int32)
+    tokens = await session_tokens(world, count)
     lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
     reservation = lane.reserve_rows(LAYOUT, count)
     np.copyto(reservation.frame, rows(0, tokens))
@@ -106,6 +112,38 @@ async def test_durable_follows_captured_without_a_park(world: World, keeper: Kee
     await world.start_gateway()
     view = await world.get("/v1/sessions/chat")
     assert (view["captured"], view["durable"]) == (count, count), "remembered without a new question"
+
+
+@pytest.mark.process
+async def test_what_the_keeper_has_evicted_is_not_called_durable_any_more(world: World) -> None:
+    evicting = KeeperProcess(world, compact_interval_s=0, session_ttl_s=0.2)
+    try:
+        _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+        stream = headers["X-Stream-Id"]
+        count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
+        lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
+        sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
+        lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
+        reservation = lane.reserve_rows(LAYOUT, count)
+        np.copyto(reservation.frame, rows(0, tokens))
+        reservation.commit(sequence, 1, 0, tokens)
+        lane.append_close(sequence, 1, count)
+        lane.close()
+        evicting.start()
+        await session(world, durable=count)
+
+        async def evicted() -> bool:
+            done = await asyncio.to_thread(keeper_client.compact, world.config.paths.keeper_socket, grace_s=0)
+            return bool(done.counts.get("evicted"))
+
+        await world.until(evicted, 30.0)
+        view = await session(world, durable=0)
+        assert (view["captured"], view["durable_lag"]) == (0, 0)
+        await world.kill_gateway()
+        await world.start_gateway()
+        assert (await world.get("/v1/sessions/chat"))["durable"] == 0, "it is remembered"
+    finally:
+        evicting.kill()
 
 
 @pytest.mark.process
@@ -160,7 +198,7 @@ async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> No
         count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
         big = Layout(((3, 1 << 16),))  # no block of it fits the map
         lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=16 << 20, record_count=64, incarnation=1)
-        sequence, tokens = sequence_id(stream, 1), np.arange(count, dtype=np.int32)
+        sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
         lane.append_open(sequence, 1, ROOT, big, BLOCK, "default", "chat", stream, tokens[:0])
         reservation = lane.reserve_rows(big, count)
         reservation.frame[:] = 1

@@ -175,3 +175,42 @@ def test_every_flag_is_documented() -> None:
     for option in cli.main.commands["serve"].params:
         for flag in option.opts:
             assert f"`{flag}`" in text, f"docs/configuration.md does not mention {flag}"
+
+
+def test_budgets_of_single_tenants_come_from_tables(data_dir: Path) -> None:
+    toml = """
+[tiers]
+tenant_lane_bytes = "64MiB"
+[tenants.acme]
+disk_bytes = "10G"
+memory_bytes = 0
+[tenants."a.b c"]
+lane_bytes = 1000
+"""
+    found = load(data_dir, toml)
+    limits = [
+        found.tiers.tenant_limit(name, kind)
+        for name in ("acme", "a.b c", "other")
+        for kind in ("disk", "lane", "memory")
+    ]
+    assert limits == [10**10, 64 << 20, 0, 0, 1000, 0, 0, 64 << 20, 0]
+    assert found.values()["tenants.acme.disk_bytes"] == 10**10
+    assert found.sources["tenants.a.b c.lane_bytes"].startswith("file ")
+    shown = json.loads(config.as_json(found))["tenants.acme.memory_bytes"]
+    assert shown["value"] == 0 and shown["environment"] is None
+    assert found.host_json(data_dir, "m")["tiers"]["tenants"]["acme"]["disk_bytes"] == 10**10
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[tenants.a]\ndisc_bytes = 1", "unknown key tenants.a.disc_bytes; did you mean disk_bytes?"),
+        ("[tenants.a]\ndisk_bytes = 'x'", "tenants.a.disk_bytes must be a whole number"),
+        ("[tenants.a]\ndisk_bytes = -1", "too small"),
+        ("[tenants]\na = 1", "write [tenants.NAME]"),
+        ("tenants = 1", "write [tenants.NAME]"),
+        ("[tenant.a]\nx = 1", "did you mean tenants?"),
+    ],
+)
+def test_tables_of_tenants_that_make_no_sense_are_refused(data_dir: Path, toml: str, said: str) -> None:
+    assert said in refused(data_dir, toml)

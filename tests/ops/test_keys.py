@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ops.processes import child_environment
 from tests.ops.conftest import TOKENS, Place
 from tests.ops.test_compaction import close
 from tests.tiers.sample import some_tokens
-from tiers.keys import KEYS_VARIABLE
+from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
 
 KEY = f"default = {'ab' * 32}"
 
@@ -63,6 +64,14 @@ def test_records_in_lanes_are_not_passed_over_for_want_of_a_key(sealed: Place, m
     sealed.environment[KEYS_VARIABLE] = KEY
     sealed.json("recover")
     assert sealed.world.restorable(more) == 20
+
+
+def test_the_processes_of_serve_are_given_the_keys_and_no_other_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, KEY)
+    monkeypatch.setenv(FILE_VARIABLE, "/keys")
+    monkeypatch.setenv("CONCORDIA_API_KEY", "secret")
+    given = child_environment()
+    assert (given[KEYS_VARIABLE], given[FILE_VARIABLE]) == (KEY, "/keys") and "CONCORDIA_API_KEY" not in given
 
 
 def test_a_forgotten_key_deletes_for_good(sealed: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,11 @@ from tiers.offline import keeper_lock
 from tiers.repair import ASIDE
 
 
-def damage(place: Place, wanted: bytes) -> None:
+def damage(place: Place, wanted: bytes, databases: tuple[bytes, ...] = (b"blocks", b"tails")) -> None:
     """Flip one bit of the stored value that holds these bytes."""
     environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
     found = 0
-    for name in (b"blocks", b"tails"):
+    for name in databases:
         database = environment.open_db(name)
         with environment.begin(db=database, write=True) as transaction:
             for key, value in list(transaction.cursor()):
@@ -291,23 +291,47 @@ def test_a_damaged_block_of_a_compacted_session_shortens_its_base(place: Place) 
     assert (place.world.restorable(TOKENS), place.world.restorable(other)) == (24, len(other))
 
 
-def test_a_damaged_base_is_found_and_dropped_and_its_blocks_stay(place: Place) -> None:
+def damage_base(place: Place) -> None:
+    """Cut the only base short, so that it says nothing any more."""
+    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
+    bases = environment.open_db(b"bases")
+    with environment.begin(db=bases, write=True) as transaction:
+        ((key, value),) = list(transaction.cursor())
+        transaction.put(key, value[:40])
+    environment.close()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["its list is known", "nobody knows it"])
+def test_a_damaged_base_is_made_again_or_dropped_and_its_blocks_stay(place: Place, known: bool) -> None:
     from tests.ops.test_compaction import close
 
     place.session("chat", TOKENS)
     close(place, "chat", len(TOKENS))
     place.json("compact")
-    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
-    bases = environment.open_db(b"bases")
-    with environment.begin(db=bases, write=True) as transaction:
-        ((key, value),) = list(transaction.cursor())
-        transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]))
-    environment.close()
-    assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["base"]
+    damage_base(place)
+    if not known:
+        place.record("chat", TOKENS[:0])
+    found = place.json("verify", code=6)
+    assert [row["kind"] for row in found["findings"]] == ["base"] and found["rebuilt"] == []
     done = place.json("repair", "--yes")
-    assert done["dropped"] == 1 and len(done["kept_aside"]) == 1
+    assert (done["dropped"], len(done["rebuilt"]), len(done["kept_aside"])) == ((0, 1, 1) if known else (1, 0, 1))
     assert place.json("verify")["ok"]
     assert place.world.restorable(TOKENS) == 43, "it is found by its content, until it is collected"
+    assert place.json("gc", "--grace-s", "0")["counts"].get("freed_blocks", 0) == (0 if known else 5)
+
+
+@pytest.mark.process
+def test_a_running_keeper_makes_a_base_again_that_verify_has_found(place: Place, keeper: Callable[[], None]) -> None:
+    from tests.ops.test_compaction import close
+
+    place.session("chat", TOKENS)
+    close(place, "chat", len(TOKENS))
+    place.json("compact")
+    damage(place, TOKENS[8:16].astype("<i4").tobytes(), (b"bases",))
+    keeper()
+    found = place.json("verify", code=6)
+    assert [row["key"] for row in found["findings"]] == found["rebuilt"] and len(found["rebuilt"]) == 1
+    assert place.json("verify")["ok"]
 
 
 # ---------------------------------------------------------------- a store whose file itself is damaged

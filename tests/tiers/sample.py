@@ -46,8 +46,10 @@ def rows(start: int, tokens: Iterable[int]) -> np.ndarray:
     return np.concatenate(groups)
 
 
-def append_rows(lane: LaneWriter, name: str, start: int, tokens: np.ndarray, *, epoch: int = 1) -> int:
-    reservation = lane.reserve_rows(LAYOUT, len(tokens))
+def append_rows(
+    lane: LaneWriter, name: str, start: int, tokens: np.ndarray, *, epoch: int = 1, namespace: str = ""
+) -> int:
+    reservation = lane.reserve_rows(LAYOUT, len(tokens), namespace)
     np.copyto(reservation.frame, rows(start, tokens))
     return reservation.commit(sequence(name), epoch, start, tokens)
 
@@ -57,8 +59,10 @@ def state(position: int, size: int) -> np.ndarray:
     return ((np.arange(size) * 7 + position * 13) & 0xFF).astype(np.uint8)
 
 
-def append_point(lane: LaneWriter, name: str, position: int, kind: int, size: int, *, epoch: int = 1) -> int:
-    reservation = lane.reserve_point(size)
+def append_point(
+    lane: LaneWriter, name: str, position: int, kind: int, size: int, *, epoch: int = 1, namespace: str = ""
+) -> int:
+    reservation = lane.reserve_point(size, namespace)
     np.copyto(reservation.frame, state(position, size))
     return reservation.commit(sequence(name), epoch, position, kind)
 
@@ -77,6 +81,7 @@ class World:
             record_count=self.settings.lane_record_count,
             incarnation=1,
             busy_s=0.2,
+            encryption=self.settings.lane_encryption,
         )
 
     def capture(
@@ -86,7 +91,7 @@ class World:
         """Open a sequence at `start` and append rows of `tokens` cut at `cuts`."""
         lane.append_open(sequence(name), epoch, ROOT, LAYOUT, BLOCK, namespace, session, stream or name, tokens[:start])
         for end in cuts:
-            append_rows(lane, name, start, tokens[start:end], epoch=epoch)
+            append_rows(lane, name, start, tokens[start:end], epoch=epoch, namespace=namespace)
             start = end
 
     def drained(self) -> Drain:

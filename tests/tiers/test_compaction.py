@@ -366,6 +366,8 @@ def test_live_and_pinned_sessions_are_never_evicted() -> None:
 def test_tenant_over_its_budget_pays_itself() -> None:
     sessions = [use("a", 1, namespace="x"), use("b", 2, namespace="y"), use("c", 3, namespace="y")]
     assert chosen(sessions, 300, Budget(tenant_bytes=150), x=100, y=200) == ["b"]
+    assert chosen(sessions, 300, Budget(tenant_bytes=150, tenants={"y": 0}), x=100, y=200) == [], "one without a limit"
+    assert chosen(sessions, 300, Budget(tenants={"y": 150}), x=1000, y=200) == ["b"], "one with a limit of its own"
 
 
 def test_time_to_live() -> None:
