@@ -44,7 +44,8 @@ STREAMS_A_REQUEST = 4096
 class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
-    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full` or `lane_gone`
+    state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
+            or `lane_gone`
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
