@@ -14,7 +14,9 @@ import contextlib
 import math
 import mmap
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -85,6 +87,25 @@ class Slot:
         return int(differing[0]) if differing.size else count
 
 
+class Applier(Protocol):
+    """Who puts frames back in the framework's stead (engine/capture/device_restore.py)."""
+
+    def put(
+        self,
+        slot: Slot,
+        start: int,
+        frame: np.ndarray,
+        token_count: int,
+        take: tuple[int, int],
+        firsts: list[int],
+        groups: int,
+    ) -> bool:
+        """As `Arena.copy_in`; what was put is there after `flush`, the frame is free at once. False: the framework has to."""
+
+    def flush(self) -> None:
+        """Return when everything that was put is in the arena."""
+
+
 @dataclass(slots=True)
 class Arena:
     """All slots of one engine. Build with `Arena.allocate`."""
@@ -108,6 +129,8 @@ class Arena:
     )  # on a host, the groups as (slots, planes, capacity, words of a row)
     key_views: list[dict[int, torch.Tensor]] = field(default_factory=list)  # [slot][layer] (heads, capacity, dim)
     value_views: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    applier: Applier | None = None  # on a GPU, once there are handlers
+    _together: bool = False
 
     @classmethod
     def allocate(
@@ -297,10 +320,40 @@ class Arena:
         firsts  by window, positions before which nothing is copied (a window's buffer holds only its last rows)
         groups  bit mask of the groups that the frame has
         """
+        given = firsts or [start] * len(self.windows)
+        if self.applier is not None and self.applier.put(slot, start, frame, token_count, take, given, groups):
+            if not self._together:
+                self.applier.flush()
+            return
+        self.copy_in_by_framework(slot, start, frame, token_count, take, firsts=given, groups=groups)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Calls of `copy_in` inside go to the device together; their rows are there at the end."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            if self.applier is not None:
+                self.applier.flush()
+
+    def copy_in_by_framework(
+        self,
+        slot: Slot,
+        start: int,
+        frame: np.ndarray,
+        token_count: int,
+        take: tuple[int, int],
+        *,
+        firsts: list[int],
+        groups: int = ALL_GROUPS,
+    ) -> None:
+        """`copy_in` by one copy a group."""
         end = start + take[1] - take[0]
         sources = self._typed(frame, token_count, groups)
         for group, at, source in zip(self.groups, self.group_windows, sources, strict=True):
-            first = max(start, firsts[at]) if firsts else start
+            first = max(start, firsts[at])
             if first >= end:
                 continue
             assert source.shape[1], "a needed window's rows are missing from the frame"

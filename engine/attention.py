@@ -120,12 +120,11 @@ class ArenaCache(ModelCache):
 
     def begin(self, slots: list[Slot], starts: list[int], token_count: int) -> None:
         """Announce the next forward pass, and make this cache the one that the attention function reads."""
-        global _current
         for slot, start in zip(slots, starts, strict=True):
             self.arena.make_room(slot, start, start + token_count)
         self.rows = StepRows(slots, starts, token_count)
         self.rows.states = self.arena.states.gather([slot.index for slot in slots])
-        _current = self
+        make_current(self)
 
     def end(self) -> None:
         """The forward pass is over: recurrent state goes back to its slots."""
@@ -325,8 +324,7 @@ class ProbeCache(ModelCache):
 
     def begin(self) -> None:
         """Make this cache the one that the attention function reads."""
-        global _current
-        _current = self
+        make_current(self)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -390,6 +388,12 @@ class ProbeCache(ModelCache):
 
 
 _current: ModelCache | None = None
+
+
+def make_current(cache: ModelCache) -> None:
+    """From now on the attention function reads this cache."""
+    global _current
+    _current = cache
 
 
 def current() -> ModelCache:

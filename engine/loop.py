@@ -23,6 +23,7 @@ from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
 from engine.budgets import slots_over_budget
 from engine.capture import Capture, Cursor
+from engine.decode_graph import DecodeGraphs
 from engine.errors import BadRequest, Fenced
 from engine.follow import Follower
 from engine.grammar import Grammars
@@ -91,6 +92,7 @@ class Engine:
     adapters: Adapters
     follower: Follower
     lane_watch: LaneWatch
+    graphs: DecodeGraphs
     tiers: TierSettings = field(default_factory=TierSettings)
     drain_s: float = 8.0
     draining_until: float = 0.0
@@ -604,13 +606,10 @@ class Engine:
         """One token of each sequence: forced while the next one is known, sampled at the end of the list."""
         rows = action.rows
         began = time.perf_counter()
-        starts = [s.computed for s in rows]
-        self.cache.begin([s.slot for s in rows if s.slot], starts, 1)
-        self.adapters.begin([s.submit.adapter for s in rows])
-        logits = self.model.forward([[s.tokens[s.computed]] for s in rows], starts, self.cache, logits=True)
-        assert logits is not None, "decode gives logits"
+        captures = [(s.cursor, s.slot, s.computed + 1) for s in rows if s.cursor and s.slot]
+        logits = self._one_token(rows, self.capture.ranges(captures) if self.capture and self.capture.rows else [])
         if self.capture and self.capture.rows:
-            self.capture.ahead([(s.cursor, s.slot, s.computed + 1) for s in rows if s.cursor and s.slot])
+            self.capture.ahead(captures)
         outputs = []
         for index, sequence in enumerate(rows):
             self._computed(sequence, sequence.computed + 1)
@@ -622,7 +621,20 @@ class Engine:
         self.counters.decode_steps += 1
         step_ms = (time.perf_counter() - began) * 1e3
         self.counters.decode_step_ms += 0.1 * (step_ms - self.counters.decode_step_ms)
+        self.graphs.saw(step_ms)
         return outputs
+
+    def _one_token(self, rows: tuple[Sequence, ...], captures: list[tuple[Slot, int, int]]) -> torch.Tensor:
+        """The next token of each sequence through the model, by a recorded step where there is one. Returns logits (rows, vocab)."""
+        slots, starts = [s.slot for s in rows if s.slot], [s.computed for s in rows]
+        tokens, adapters = [s.tokens[s.computed] for s in rows], [s.submit.adapter for s in rows]
+        self.adapters.begin(adapters)
+        logits = self.graphs.step(slots, starts, tokens, adapted=any(adapters), captures=captures)
+        if logits is None:
+            self.cache.begin(slots, starts, 1)
+            logits = self.model.forward([[token] for token in tokens], starts, self.cache, logits=True)
+        assert logits is not None, "decode gives logits"
+        return logits
 
     def _computed(self, sequence: Sequence, position: int) -> None:
         """State up to `position` is in the arena now: capture it."""
@@ -881,12 +893,18 @@ class Engine:
             points_missing=self.points.missing,
             windows_lost=capture.windows_lost if capture else 0,
             capture_by_handlers=int(capture.by_handlers) if capture else 0,
+            restore_by_handlers=int(capture.restore_by == "scatter") if capture else 0,
+            decode_graphs=self.graphs.recorded,
+            decode_graph_steps=self.graphs.replayed,
             prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
             restore_bytes_per_s=self.speeds.restore_bytes_per_s,
             decode_step_ms=counters.decode_step_ms,
             followed_streams=len(self.follower.follows),
             followed_tokens=sum(known.slot.length for known in self.follower.follows.values()),
             followed_restored_tokens=self.follower.restored_tokens,
+            capture_by=capture.by if capture else "",
+            restore_by=capture.restore_by if capture else "",
+            decode_graph=self.graphs.off or "on",
         )
 
 

@@ -28,6 +28,7 @@ from engine.attention import ArenaCache
 from engine.capture import Capture
 from engine.capture.device_rows import for_engine
 from engine.check import self_check
+from engine.decode_graph import graphs_for
 from engine.errors import Fenced, UnsupportedModel
 from engine.exactness import likely_way, make_exact, step_tokens
 from engine.follow import Follower
@@ -142,7 +143,10 @@ def build(
     page.beat()
     capture = Capture(lane, arena, root, tiers.block_tokens) if options.capture else None
     if capture and model.device.type == "cuda":
-        capture.rows, capture.without = for_engine(arena, options.capture_launch, lane.ring)
+        in_steps = options.decode_graph != "off" and not options.deterministic
+        capture.rows, capture.without = for_engine(arena, options.capture_launch, lane.ring, in_steps=in_steps)
+    graphs = graphs_for(model, arena, cache, options, capture.rows if capture else None)
+    page.beat()
     warm(Path(settings["model_dir"]), model.vocab_count, model.stop_tokens)
     page.beat()
     speeds = measure(model, arena, cache)
@@ -177,6 +181,7 @@ def build(
         follower=Follower(arena, root, tiers.block_tokens, speeds),
         lane_watch=LaneWatch(open_lane),
         tiers=tiers,
+        graphs=graphs,
         drain_s=options.drain_s,
     )
 

@@ -115,7 +115,12 @@ class Resident(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Counters since the start of the process, and gauges. Rates are medians of what was measured."""
+    """Counters since the start of the process, and gauges. Rates are medians of what was measured.
+
+    capture_by    how rows get off the device: `stream`, `graph`, `executor`, or `copy` with the reason why the framework does it
+    restore_by    how rows get back onto it: `scatter`, or `copy` with the reason
+    decode_graph  `on`, or why decode steps are launched one operation at a time
+    """
 
     running: int = 0
     waiting: int = 0
@@ -146,12 +151,18 @@ class EngineStats(msgspec.Struct, frozen=True):
     points_missing: int = 0
     windows_lost: int = 0
     capture_by_handlers: int = 0
+    decode_graphs: int = 0
+    decode_graph_steps: int = 0
+    restore_by_handlers: int = 0
     prefill_tokens_per_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     decode_step_ms: float = 0.0
     followed_streams: int = 0
     followed_tokens: int = 0
     followed_restored_tokens: int = 0
+    capture_by: str = ""
+    restore_by: str = ""
+    decode_graph: str = ""
 
 
 class TenantStats(msgspec.Struct, frozen=True):

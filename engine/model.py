@@ -79,6 +79,13 @@ class Model:
         cache.end()
         return last
 
+    @torch.inference_mode()
+    def decode(self, ids: torch.Tensor, positions: torch.Tensor, cache: attention.ModelCache) -> torch.Tensor:
+        """One token of each row: ids, positions (rows, 1) on the device, read when the work runs. Returns logits (rows, vocab)."""
+        inputs = {"input_ids": ids, "position_ids": positions, self.cache_argument: cache, "use_cache": True}
+        logits: torch.Tensor = self.module(**inputs, logits_to_keep=1).logits[:, -1]
+        return logits
+
     def _token_by_token(
         self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache, *, logits: bool
     ) -> torch.Tensor | None:

@@ -107,7 +107,8 @@ class Restore:
             with finder.reading() as read:
                 self._state(read, arena, slot)
                 if not self.done:
-                    self._rows(read, arena, slot, copied)
+                    with arena.together():
+                        self._rows(read, arena, slot, copied)
         except (Lost, StoreFailed) as error:
             self._overtaken(error, slot, start, length, copied)
         for tier, count in copied.items():

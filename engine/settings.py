@@ -25,6 +25,8 @@ class EngineSettings:
     points_resident      most rollback points kept on the device for one sequence; older ones are thinned out
     restore          `measured`: stored state is put back where this engine's own speeds say that computing it takes longer; `always`
     capture          copy what each step changed into the lane (off only to measure its cost)
+    decode_graph     decode steps of fixed shapes, each recorded once and replayed: `auto` on a GPU, where a replay is one launch and proves
+                     faster; `on` wherever they can be recorded (on a CPU they are called again, which gains nothing); `off`
     capture_launch   on a GPU, how the handlers that capture are started: `stream`, `graph` or `executor`; `auto` measures them and takes
                      the best; `copy` does without handlers
     """
@@ -44,4 +46,5 @@ class EngineSettings:
     points_resident: int = 16
     restore: Literal["measured", "always"] = "measured"
     capture: bool = True
+    decode_graph: Literal["auto", "on", "off"] = "auto"
     capture_launch: Literal["auto", "copy", "stream", "graph", "executor"] = "auto"

@@ -120,7 +120,7 @@ async def adopt_session(request: web.Request) -> web.Response:
     return json_response(session_view(gateway, record), 201, headers={"X-Session-Id": session})
 
 
-def engine_rows(engines: dict[str, Engine]) -> list[tuple[str, bool, dict[str, float]]]:
+def engine_rows(engines: dict[str, Engine]) -> list[tuple[str, bool, dict[str, float | str]]]:
     """For the metrics: engine, can serve, its own figures."""
     return [(engine.name, engine.ready, msgspec.to_builtins(engine.stats)) for engine in engines.values()]
 
@@ -171,6 +171,9 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "model": hello.model if hello else None,
         "root": hello.root if hello else None,
         "context_tokens": hello.context_tokens if hello else None,
+        "capture_by": engine.stats.capture_by or None,
+        "restore_by": engine.stats.restore_by or None,
+        "decode_graph": engine.stats.decode_graph or None,
         "sessions": sorted({session for session, _ in engine.residents.values() if session}),
         "streams": streams,
         "following": [

@@ -105,7 +105,7 @@ engine_slow = _counter("engine_slow", "Silences over the bound that were no hang
 class EngineCollector(Collector):
     """Turns the engines' own last `Stats` into gauges when somebody looks."""
 
-    def __init__(self, rows: Callable[[], Iterable[tuple[str, bool, dict[str, float]]]]) -> None:
+    def __init__(self, rows: Callable[[], Iterable[tuple[str, bool, dict[str, float | str]]]]) -> None:
         self._rows = rows
 
     def collect(self) -> Iterable[Metric]:
@@ -114,6 +114,8 @@ class EngineCollector(Collector):
         for engine, ready, stats in self._rows():
             up.add_metric([engine], float(ready))
             for name, value in stats.items():
+                if isinstance(value, str):
+                    continue  # said in words: `concordia status` shows them
                 metric = f"concordia_engine_{name}"
                 family = families.setdefault(name, GaugeMetricFamily(metric, f"Engine's {name}", labels=["engine"]))
                 family.add_metric([engine], float(value))

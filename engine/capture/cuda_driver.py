@@ -64,12 +64,14 @@ class CudaStream:
 class CudaGraph:
     """See engine.capture.driver.Graph."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, driver: CudaDriver, graph: Any) -> None:
+        self._driver = driver
         self._graph = graph
 
     def launch(self, stream: Any) -> None:
         """See Graph."""
-        self._graph.launch(stream.stream)
+        with self._driver.device:
+            self._graph.launch(stream.stream)
 
 
 class CudaModule:
@@ -118,7 +120,8 @@ class CudaDriver:
         self.architecture = f"sm_{properties['major']}{properties['minor']}"
         self.multiprocessors = int(properties["multiProcessorCount"])
         self._nvrtc = _compiler_for(runtime.driverGetVersion() // 1000)
-        self._target = f"{self.architecture}-nvrtc{self._nvrtc.version[0]}.{self._nvrtc.version[1]}"
+        self._compile_for = nvrtc.target_for(int(self.architecture[3:]), self._nvrtc.supported())
+        self._target = f"{self._compile_for}-nvrtc{self._nvrtc.version[0]}.{self._nvrtc.version[1]}"
         self.cache = HandlerCache(cache_directory or Path.home() / ".cache" / "concordia" / "handlers")
 
     def proof_of_executor(self) -> Path:
@@ -132,7 +135,7 @@ class CudaDriver:
         return CudaModule(self, source, compiled.image, compiled.usage)
 
     def _compile(self, source: HandlerSource) -> nvrtc.Machine:
-        return self._nvrtc.compile(source.text, source.name, self.architecture, OPTIONS)
+        return self._nvrtc.compile(source.text, source.name, self._compile_for, OPTIONS)
 
     def device_buffer(self, byte_count: int) -> Buffer:
         """See Driver."""
@@ -201,11 +204,14 @@ class CudaDriver:
 
     def begin_graph(self, stream: Any) -> None:
         """See Driver."""
-        stream.stream.begin_capture()
+        with self.device:
+            # This thread's calls alone: others load handlers and start executors meanwhile, which the global mode forbids.
+            stream.stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeThreadLocal)
 
     def end_graph(self, stream: Any) -> CudaGraph:
         """See Driver."""
-        return CudaGraph(stream.stream.end_capture())
+        with self.device:
+            return CudaGraph(self, stream.stream.end_capture())
 
 
 class _Pinned:

@@ -1,4 +1,5 @@
-"""Stage *capture* on a GPU: the arena's new rows by the row gatherer, instead of a copy a group by the framework.
+"""Stage *capture* on a GPU: the arena's new rows by the row gatherer, instead of a copy a group by the framework. With them come the
+handlers that restore (device_restore.py) and the gatherer inside a decode step's graph (engine/decode_graph.py).
 
 One launch takes the rows of all layers and all sequences of a step into tier 0 (`ahead`); a single range goes straight into the lane
 where the lane's memory could be registered with CUDA. Anything that is missing (CuPy, a compiler, memory that can be pinned) leaves
@@ -15,14 +16,15 @@ import numpy as np
 import structlog
 
 from engine.arena import Arena, Slot
+from engine.capture.device_restore import DeviceRestore
 from engine.capture.driver import Buffer, Driver
 from engine.capture.errors import CaptureError
 from engine.capture.executor import Executor
 from engine.capture.handlers import RowRange
-from engine.capture.kernel_device import KernelDevice, KernelRows
+from engine.capture.kernel_device import RANGES_A_LAUNCH, KernelDevice, KernelRows
 from engine.capture.launch import ExecutorLaunch, GraphLaunch, LaunchCost, Launcher, SideStream, choose, measure
 from engine.capture.regions import memory_of
-from engine.capture.source import RowGroup, RowShape
+from engine.capture.source import WORD_COUNT, RowGroup, RowShape
 
 log = structlog.get_logger()
 
@@ -62,9 +64,22 @@ class DeviceRows:
     failed: str = ""
     costs: list[LaunchCost] = field(default_factory=list)
     launches: int = 0
+    restore: DeviceRestore = field(init=False)
     _registered: Buffer | None = None
     _staged: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    _armed: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    _in_flight: bool = False
+    _words: Buffer | None = None
     _ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
+
+    def __post_init__(self) -> None:
+        self.restore = DeviceRestore(self.arena, self.rows, self._mapped)
+
+    def _mapped(self, byte_count: int) -> Buffer:
+        """Tier 0: memory that the host fills or reads and the handlers reach in place."""
+        buffer = self.device.driver.mapped_buffer(byte_count)
+        self.rows.reach(buffer)
+        return buffer
 
     def ready(self) -> bool:
         """Whether handlers gather; until they are compiled, and after they failed, the framework copies."""
@@ -92,22 +107,74 @@ class DeviceRows:
     def ahead(self, ranges: Iterable[tuple[Slot, int, int]]) -> None:
         """Gather the ranges of a step together, so that each `copy_out` of one of them finds it in host memory."""
         self._staged.clear()
+        if self._armed:
+            self._collect()
+            return
         wanted = [(slot, start, end) for slot, start, end in ranges if end > start]
-        total = sum(end - start for _, start, end in wanted) * self.rows.shape.token_bytes
         if len(wanted) < 2 or not self.ready():
             return  # a single range goes into the lane without a stop
+        items, staged = self._lay_out(wanted)
+        if self._gather(items):
+            self._staged = staged
+
+    def _lay_out(
+        self, wanted: list[tuple[Slot, int, int]]
+    ) -> tuple[list[RowRange], dict[tuple[int, int, int], np.ndarray]]:
+        """Places in tier 0 for ranges, and who will look for them there."""
+        token_bytes = self.rows.shape.token_bytes
+        total = sum(((end - start) * token_bytes + 15) & -16 for _, start, end in wanted)
         if total > self._ring.size:
             self._grow(total)
-        items, at = [], 0
-        staged = {}
+        items, staged, at = [], {}, 0
         for slot, start, end in wanted:
-            size = (end - start) * self.rows.shape.token_bytes
+            size = (end - start) * token_bytes
             frame = self._ring[at : at + size]
             items.append(self._range(slot, start, end, frame))
             staged[(slot.index, start, end)] = frame
             at += (size + 15) & -16
-        if self._gather(items):
-            self._staged = staged
+        return items, staged
+
+    # ------------------------------------------------------------ inside a step's graph
+
+    def recordable(self) -> str:
+        """Names the gatherer that a step's graph can have inside now; "" where rows are not launched by graphs, or not by handlers."""
+        return self.rows.gatherer.source.digest if self.way == "graph" and self.ready() else ""
+
+    def record_into_step(self, row_count: int) -> None:
+        """Put the gatherer on the framework's stream, behind a step of so many rows; it reads what `arm` wrote last."""
+        launcher, module = self.device.launcher, self.rows.gatherer
+        assert isinstance(launcher, GraphLaunch) and self._words is not None, "armed before it is recorded"
+        blocks = self.device.blocks(module, row_count * self.rows.shape.token_bytes // 512)
+        launcher.record(module, blocks, self.device.driver.current_stream(), self._words)
+
+    def arm(self, ranges: Iterable[tuple[Slot, int, int]]) -> bool:
+        """Say what the next replay of a step gathers; False: nothing, and `ahead` gathers what there is."""
+        if self._in_flight:
+            self.device.step_event().wait()  # the last replay still reads these words
+        if self._words is None:
+            assert isinstance(self.device.launcher, GraphLaunch), "recorded by graphs only"
+            self._words = self.device.launcher.words()
+        wanted = [(slot, start, end) for slot, start, end in ranges if end > start]
+        if len(wanted) > RANGES_A_LAUNCH:
+            wanted = []
+        items, self._armed = self._lay_out(wanted)
+        words = self._words.array("<u8", WORD_COUNT)
+        words[:] = 0
+        given = self.rows.words_for(items)
+        words[: len(given)] = given
+        self._in_flight = True
+        return bool(wanted)
+
+    def disarm(self) -> None:
+        """No replay came; rows are gathered as ever."""
+        self._armed = {}
+
+    def _collect(self) -> None:
+        """The replay has gathered: wait for the end of the step."""
+        self.device.step_event().wait()
+        self._in_flight = False
+        self._staged, self._armed = self._armed, {}
+        self.launches += 1
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame`, as Arena.copy_out does it."""
@@ -122,10 +189,9 @@ class DeviceRows:
         return RowRange(slot.index, start, end, frame, rows=tuple(self.arena.rows_at(slot, start)))
 
     def _grow(self, byte_count: int) -> None:
-        buffer = self.device.driver.mapped_buffer(2 * byte_count + 4096)
+        buffer = self._mapped(2 * byte_count + 4096)
         assert buffer.host is not None
         self._ring = buffer.host
-        self.rows.reach(buffer)
 
     def reach_lane(self, ring: np.ndarray) -> None:
         """Register the lane's ring, so that rows are gathered into it in place; says why not in `lane`."""
@@ -146,34 +212,43 @@ class DeviceRows:
 
     def close(self) -> None:
         """Let the device and the lane's memory go; call before the lane is closed."""
+        self.arena.applier = None
         self.device.close()
         if self._registered is not None:
             self.device.driver.unregister(self._registered)
             self._registered = None
 
 
-def build(arena: Arena, driver: Driver, way: str, proven: Path | None = None) -> DeviceRows:
+def build(arena: Arena, driver: Driver, way: str, proven: Path | None = None, *, in_steps: bool = False) -> DeviceRows:
     """Handlers for an arena.
 
     way     `stream`, `graph` or `executor`; `auto` measures them and takes the best
     proven  a file that says that the executor was proven on this device and driver: only then does `auto` try it, since an error
             inside a resident block takes the process's CUDA context along
+    in_steps  decode steps are graphs: then `auto` takes `graph`, which is part of them and no launch at all
     Raises  CaptureError: nothing can be launched here
     """
     shape = shape_of(arena)
-    memories = [memory_of(group) for group in arena.groups]
     if way != "auto":
-        device = KernelDevice(driver, _WAYS[way](driver))
-        return DeviceRows(arena, device, device.rows(memories, shape), way)
+        return _made(arena, driver, _WAYS[way](driver), shape, [])
     names = ["stream", "graph", *(["executor"] if proven is not None and proven.exists() else [])]
     launchers = {name: _WAYS[name](driver) for name in names}
     chosen, costs = _measured(arena, driver, launchers, shape)
+    if in_steps and not next(cost.failed for cost in costs if cost.name == "graph"):
+        chosen = "graph"
     for name, launcher in launchers.items():
         if name != chosen:
             launcher.close()
-    device = KernelDevice(driver, launchers[chosen])
     log.info("capture.launch_chosen", way=chosen, **{f"{cost.name}_us": round(cost.ready_us, 1) for cost in costs})
-    return DeviceRows(arena, device, device.rows(memories, shape), chosen, costs=costs)
+    return _made(arena, driver, launchers[chosen], shape, costs)
+
+
+def _made(arena: Arena, driver: Driver, launcher: Launcher, shape: RowShape, costs: list[LaunchCost]) -> DeviceRows:
+    device = KernelDevice(driver, launcher)
+    rows = device.rows([memory_of(group) for group in arena.groups], shape)
+    made = DeviceRows(arena, device, rows, launcher.name, costs=costs)
+    arena.applier = made.restore
+    return made
 
 
 def _measured(
@@ -195,15 +270,17 @@ def _measured(
     return choose(costs).name, costs
 
 
-def for_engine(arena: Arena, way: str, ring: np.ndarray) -> tuple[DeviceRows | None, str]:
+def for_engine(arena: Arena, way: str, ring: np.ndarray, *, in_steps: bool = False) -> tuple[DeviceRows | None, str]:
     """The handlers of an engine on CUDA, or None and the reason why the framework's copies stay in charge."""
     if way == "copy":
         return None, "capture_launch is set to copy"
+    if not arena.groups:
+        return None, "the model has no rows, only recurrent state"
     from engine.capture.cuda_driver import CudaDriver
 
     try:
         driver = CudaDriver(arena.groups[0].device.index or 0)
-        rows = build(arena, driver, way, driver.proof_of_executor())
+        rows = build(arena, driver, way, driver.proof_of_executor(), in_steps=in_steps)
     except CaptureError as error:
         log.warning("capture.without_handlers", reason=str(error))
         return None, str(error)

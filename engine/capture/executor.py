@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -285,13 +286,14 @@ class Executor:
 
     def stop(self, timeout_s: float = _GRACE_S) -> None:
         """Make the block leave at the next task's end; posted tasks wait for the next start. Raises ExecutorStuck."""
-        self._control_words[_STOP] = 1
-        deadline = time.monotonic() + timeout_s + self.options.lease_ms / 1e3
-        while self.running:
-            if time.monotonic() > deadline:
-                self._give_up()
-                self.check()
-            time.sleep(1e-4)
+        with self._lock:  # else the watchdog would start it again for the tasks that wait, and take the stop back
+            self._control_words[_STOP] = 1
+            deadline = time.monotonic() + timeout_s + self.options.lease_ms / 1e3
+            while self.running:
+                if time.monotonic() > deadline:
+                    self._give_up()
+                    self.check()
+                time.sleep(1e-4)
 
     def close(self) -> None:
         """Stop for good. Tasks that were not run stay undone."""
@@ -340,6 +342,8 @@ class Executor:
 
     def _give_up(self) -> None:
         self.stuck = True
+        # Its block may still be resident and use them; to free pinned memory or unload code would wait for it for ever.
+        _kept_for_ever.extend([self._control, self._ring, self._table, self._module, *self._modules])
         log.error(
             "capture.executor_stuck",
             position=self._control_words[_POSITION],
@@ -350,6 +354,7 @@ class Executor:
 
 
 _live: weakref.WeakSet[Executor] = weakref.WeakSet()
+_kept_for_ever: list[Any] = []  # of executors that are stuck
 
 
 def _hold_all() -> None:

@@ -51,6 +51,8 @@ class RowRange:
     frame_first   the token of the frame that `start` is
     frame_tokens  0: as many as the range has
     rows          first row of the range in each group's buffer; empty: the row of a position is the position (or its place in a ring)
+    spans         tokens [begin, end) of the range that each group moves, None for a group that the frame does not have; empty: all
+                  of each. With `rows`, the first row may be negative where the span begins later: such a row is never touched
     """
 
     slot: int
@@ -60,6 +62,7 @@ class RowRange:
     frame_first: int = 0
     frame_tokens: int = 0
     rows: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def token_count(self) -> int:

@@ -18,7 +18,7 @@ from engine.capture import source
 from engine.capture.driver import Buffer, Driver, Event, Module, aligned
 from engine.capture.errors import BadRegion
 from engine.capture.handlers import Applied, Delta, RowRange
-from engine.capture.launch import Launcher
+from engine.capture.launch import Launcher, SideStream, Ticket
 from engine.capture.regions import Memory
 from engine.capture.source import PageShape, RowShape, StateShape
 
@@ -38,7 +38,10 @@ _ITEM = np.dtype(
     ]
 )
 _EVERYTHING = 1
-_RANGES_A_LAUNCH = 64
+# Warps of work from which on one block alone is not enough.
+_WIDE_UNITS = 128
+_ABSENT = 1 << 31
+RANGES_A_LAUNCH = 64
 
 
 class KernelDevice:
@@ -51,6 +54,7 @@ class KernelDevice:
         self.seed = secrets.randbits(64) if seed is None else seed
         self.hash_bits = hash_bits
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="capture-compile")
+        self._side: SideStream | None = None
 
     def compile(self, handler: source.HandlerSource) -> Future[Module]:
         """Load a handler on the compiler's thread."""
@@ -70,7 +74,14 @@ class KernelDevice:
 
     def start(self, module: Module, words: Sequence[int], units: int, after: Event | None = None) -> None:
         """Start a handler for about `units` warps of work, and wait for its results."""
-        self.launcher.launch(module, words, self.blocks(module, units), after).wait()
+        self.launch(module, words, units, after).wait()
+
+    def launch(self, module: Module, words: Sequence[int], units: int, after: Event | None = None) -> Ticket:
+        """Start a handler; where the way to launch has one block only, what is too much for it goes to a side stream."""
+        launcher: Launcher = self.launcher
+        if not launcher.is_wide and units > _WIDE_UNITS:
+            self._side = launcher = self._side or SideStream(self.driver)
+        return launcher.launch(module, words, self.blocks(module, units), after)
 
     def blocks(self, module: Module, units: int) -> int:
         """How many blocks: enough for a warp a unit, at most three a multiprocessor."""
@@ -85,6 +96,8 @@ class KernelDevice:
         """See HandlerDevice."""
         self._compiler.shutdown(wait=True, cancel_futures=True)
         self.launcher.close()
+        if self._side is not None:
+            self._side.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,7 @@ class KernelPages:
         self._memory = memory
         self._first = True
         self._next: tuple[Memory, _PageHandlers] | None = None
+        self._block_table: Buffer | None = None
         self._now = self._prepare(memory, page_bytes, bitmap)
         self._stage(page_bytes)
 
@@ -236,20 +250,27 @@ class KernelPages:
     def apply(self, delta: Delta, block_table: Sequence[int] | None = None) -> Applied:
         """See PageRegion."""
         self._swap()
-        table = None
-        if block_table is not None:
-            table = self._device.driver.mapped_buffer(4 * max(1, len(block_table)))
-            table.array("<u4", len(block_table))[:] = block_table
+        table = None if block_table is None else self._placed(block_table)
+        length = 0 if block_table is None else len(block_table)
         count, refused = 0, []
         after = self._device.step_event()
         for start in range(0, len(delta.indices), self._room):
-            done, bad = self._apply_part(delta, start, min(len(delta.indices), start + self._room), table, after)
+            done, bad = self._apply_part(
+                delta, start, min(len(delta.indices), start + self._room), table, length, after
+            )
             count += done
             refused += bad
         return Applied(count, sorted(refused))
 
+    def _placed(self, block_table: Sequence[int]) -> Buffer:
+        """The block table where the device reads it; the memory is kept for the next one."""
+        if self._block_table is None or self._block_table.byte_count < 4 * len(block_table):
+            self._block_table = self._device.driver.mapped_buffer(aligned(4 * max(1, len(block_table))))
+        self._block_table.array("<u4", len(block_table))[:] = block_table
+        return self._block_table
+
     def _apply_part(
-        self, delta: Delta, start: int, end: int, table: Buffer | None, after: Event
+        self, delta: Delta, start: int, end: int, table: Buffer | None, length: int, after: Event
     ) -> tuple[int, list[int]]:
         now, staging, n = self._now, self._staging, end - start
         report = staging.array("<u4", _REPORT_WORDS)
@@ -267,7 +288,7 @@ class KernelPages:
             n,
             delta.seed,
             self._counters.address,
-            table.byte_count // 4 if table else 0,
+            length,
             staging.address,
         )
         self._device.start(now.apply.result(), words, n, after)
@@ -315,6 +336,36 @@ class KernelPages:
         self._stage(prepared.shape.page_bytes)
 
 
+class RowList:
+    """Up to RANGES_A_LAUNCH ranges in mapped memory, as the row handlers read them (kernels/rows.cuh). One launch at a time reads it."""
+
+    def __init__(self, driver: Driver, bases: Buffer, group_count: int) -> None:
+        self._bases = bases
+        self._group_count = group_count
+        places = RANGES_A_LAUNCH * max(1, group_count)
+        self._items = driver.mapped_buffer(_ITEM.itemsize * RANGES_A_LAUNCH)
+        self._firsts = driver.mapped_buffer(4 * places)
+        self._spans = driver.mapped_buffer(8 * places)
+
+    def write(self, ranges: Sequence[RowRange], addresses: Sequence[int]) -> tuple[int, ...]:
+        """Write ranges, each with the address of its frame; returns the words of the launch that moves them."""
+        count, groups = len(ranges), self._group_count
+        items = self._items.array(_ITEM, count)
+        firsts = self._firsts.array("<u4", count * groups).reshape(count, groups)
+        spans = self._spans.array("<u4", 2 * count * groups).reshape(count, groups, 2)
+        cut = any(item.spans for item in ranges)
+        for index, (item, address) in enumerate(zip(ranges, addresses, strict=True)):
+            entry, tokens = items[index], item.frame_tokens or item.token_count
+            entry["frame"], entry["slot"], entry["start"] = address, item.slot, item.start
+            entry["count"], entry["frame_tokens"], entry["frame_first"] = item.token_count, tokens, item.frame_first
+            firsts[index] = [row % (1 << 32) for row in item.rows] if item.rows else item.start
+            if cut:
+                whole = (0, item.token_count)
+                spans[index] = [span or (_ABSENT, 0) for span in item.spans] if item.spans else [whole] * groups
+        places = self._spans.address if cut else 0
+        return self._bases.address, self._items.address, count, self._firsts.address, places
+
+
 class KernelRows:
     """An arena; see RowRegion. Frames in memory that the device reaches are filled in place, others through a staging ring."""
 
@@ -328,14 +379,26 @@ class KernelRows:
         self._scatter = device.compile(source.row_scatterer(shape))
         self._bases = device.driver.mapped_buffer(8 * max(1, len(groups)))
         self._bases.array("<u8", len(groups))[:] = [memory.address for memory in groups]
-        self._items = device.driver.mapped_buffer(_ITEM.itemsize * _RANGES_A_LAUNCH)
-        self._firsts = device.driver.mapped_buffer(4 * _RANGES_A_LAUNCH * max(1, len(groups)))
+        self._list = self.new_list()
         self._staging = device.driver.mapped_buffer(_STAGING_BYTES)
         self._reachable: list[Buffer] = []
 
     def ready(self) -> bool:
         """Whether the gatherer is compiled. Raises CompileFailed if it cannot be."""
         return self._gather.done() and bool(self._gather.result())
+
+    def can_scatter(self) -> bool:
+        """Whether the scatterer is compiled. Raises CompileFailed if it cannot be."""
+        return self._scatter.done() and bool(self._scatter.result())
+
+    def new_list(self) -> RowList:
+        """A list of ranges of this arena."""
+        return RowList(self._device.driver, self._bases, len(self._groups))
+
+    @property
+    def gatherer(self) -> Module:
+        """The compiled gatherer; blocks until there is one."""
+        return self._gather.result()
 
     def wait_ready(self) -> None:
         """Block until both handlers are compiled."""
@@ -346,6 +409,10 @@ class KernelRows:
         """Frames inside this registered memory are read and written in place."""
         self._reachable.append(buffer)
 
+    def words_for(self, ranges: Sequence[RowRange]) -> tuple[int, ...]:
+        """Write ranges whose frames the device reaches into the list; the words of the launch that gathers them."""
+        return self._list.write(ranges, [self._address(item.frame) for item in ranges])
+
     def gather(self, ranges: Sequence[RowRange]) -> None:
         """See RowRegion."""
         self._move(self._gather.result(), ranges, inward=False)
@@ -354,13 +421,19 @@ class KernelRows:
         """See RowRegion."""
         self._move(self._scatter.result(), ranges, inward=True)
 
+    def start_scatter(self, ranges: Sequence[RowRange], into: RowList) -> Ticket:
+        """Scatter ranges whose frames the device reaches, behind the framework's stream; done when the ticket is, `into` is free then."""
+        words = into.write(ranges, [self._address(item.frame) for item in ranges])
+        return self._device.launch(self._scatter.result(), words, self._units(ranges), self._device.step_event())
+
+    def _units(self, ranges: Sequence[RowRange]) -> int:
+        return sum(item.token_count for item in ranges) * self.shape.token_bytes // (16 * 32)
+
     def _move(self, module: Module, ranges: Sequence[RowRange], *, inward: bool) -> None:
         after = self._device.step_event()
         for group in self._rounds(ranges):
-            staged = self._place(group, inward)
-            units = sum(item.token_count for item in group) * self.shape.token_bytes // (16 * 32)
-            words = (self._bases.address, self._items.address, len(group), self._firsts.address)
-            self._device.start(module, words, units, after)
+            addresses, staged = self._place(group, inward)
+            self._device.start(module, self._list.write(group, addresses), self._units(group), after)
             if not inward:
                 for item, at in staged:
                     item.frame[:] = self._staging.array("u1", item.frame.size, at)
@@ -374,31 +447,26 @@ class KernelRows:
             size = 0 if self._address(item.frame) else aligned(item.frame.size)
             if size > self._staging.byte_count:
                 self._staging = self._device.driver.mapped_buffer(size)
-            if current and (len(current) == _RANGES_A_LAUNCH or room + size > self._staging.byte_count):
+            if current and (len(current) == RANGES_A_LAUNCH or room + size > self._staging.byte_count):
                 rounds.append(current)
                 room, current = 0, []
             current.append(item)
             room += size
         return [*rounds, current] if current else rounds
 
-    def _place(self, group: list[RowRange], inward: bool) -> list[tuple[RowRange, int]]:
-        """Write the items; returns those whose frames lie in the staging ring, and where."""
-        items = self._items.array(_ITEM, len(group))
-        firsts = self._firsts.array("<u4", len(group) * len(self._groups)).reshape(len(group), len(self._groups))
-        at, staged = 0, []
-        for entry, first, item in zip(items, firsts, group, strict=True):
-            first[:] = item.rows or item.start
+    def _place(self, group: list[RowRange], inward: bool) -> tuple[list[int], list[tuple[RowRange, int]]]:
+        """Where each frame lies for the device; and those that lie in the staging ring, with their places."""
+        addresses, staged, at = [], [], 0
+        for item in group:
             address = self._address(item.frame)
             if not address:
-                if inward or item.token_count != (item.frame_tokens or item.token_count):
+                if inward or item.spans or item.token_count != (item.frame_tokens or item.token_count):
                     self._staging.array("u1", item.frame.size, at)[:] = item.frame
                 staged.append((item, at))
                 address = self._staging.address + at
                 at += aligned(item.frame.size)
-            tokens = item.frame_tokens or item.token_count
-            entry["frame"], entry["slot"], entry["start"] = address, item.slot, item.start
-            entry["count"], entry["frame_tokens"], entry["frame_first"] = item.token_count, tokens, item.frame_first
-        return staged
+            addresses.append(address)
+        return addresses, staged
 
     def _address(self, frame: np.ndarray) -> int:
         """Where the device sees a frame, or 0. A frame in odd places (the handlers' accesses are aligned) goes through the ring."""

@@ -31,6 +31,7 @@ class Launcher(Protocol):
     """A way to start handlers."""
 
     name: str
+    is_wide: bool  # whether a launch may have as many blocks as it asks for
 
     def launch(self, module: Module, words: Sequence[int], blocks: int, after: Event | None = None) -> Ticket:
         """Start a handler with its words, after an event of the step's stream if given. `blocks` is how wide it may run."""
@@ -58,6 +59,7 @@ class SideStream:
     """A stream of its own, behind the step by an event: the step's stream never waits for a capture."""
 
     name = "stream"
+    is_wide = True
 
     def __init__(self, driver: Driver) -> None:
         self._stream = driver.stream()
@@ -82,6 +84,7 @@ class GraphLaunch:
     """
 
     name = "graph"
+    is_wide = True
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -98,7 +101,10 @@ class GraphLaunch:
 
     def launch(self, module: Module, words: Sequence[int], blocks: int, after: Event | None = None) -> EventTicket:
         """See Launcher."""
-        captured = self._captured.setdefault((module.source.digest, blocks), _Captured(self.words()))
+        key = module.source.digest, blocks
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = _Captured(self.words())
         if captured.last is not None:
             captured.last.wait()  # the words of the last replay are free to be written once it is over
         captured.words.array("u8", WORD_COUNT)[:] = _padded(words)
@@ -116,8 +122,11 @@ class GraphLaunch:
         if captured.graph is None:
             side = self._driver.stream()
             self._driver.begin_graph(side)
-            self.record(module, blocks, side, captured.words)
-            captured.graph = self._driver.end_graph(side)
+            try:
+                self.record(module, blocks, side, captured.words)
+            finally:
+                graph = self._driver.end_graph(side)  # a stream that goes on recording would swallow whatever comes
+            captured.graph = graph
         captured.graph.launch(self._stream)
 
     def close(self) -> None:
@@ -139,6 +148,7 @@ class ExecutorLaunch:
     """A task in the ring of the block that is resident already: no launch at all."""
 
     name = "executor"
+    is_wide = False
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor

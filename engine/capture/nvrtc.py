@@ -75,6 +75,14 @@ class Nvrtc:
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
+    def supported(self) -> list[int]:
+        """Architectures that it compiles for, ascending: 90 is sm_90."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return sorted(found)
+
     def _text(self, function: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
         self._call(f"{function}Size", program, ctypes.byref(size))
@@ -89,6 +97,21 @@ class Nvrtc:
 
     def _message(self, status: int) -> str:
         return str(self._library.nvrtcGetErrorString(status).decode())
+
+
+def target_for(architecture: int, supported: list[int]) -> str:
+    """What to compile for, given a device of `architecture` (90 for sm_90) and what a compiler knows.
+
+    Machine code runs on later devices of the same family; for a family that the compiler does not know there is PTX, which the driver
+    assembles. Raises NoCompiler: the device is older than all that it knows.
+    """
+    family = [known for known in supported if known // 10 == architecture // 10 and known <= architecture]
+    if family:
+        return f"sm_{max(family)}"
+    older = [known for known in supported if known < architecture]
+    if not older:
+        raise NoCompiler(f"this NVRTC compiles for sm_{supported[0]} and later; the device is an sm_{architecture}")
+    return f"compute_{max(older)}"
 
 
 def parse_usage(log: str) -> dict[str, Usage]:

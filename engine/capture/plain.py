@@ -103,11 +103,15 @@ class PlainRows:
         """Pairs of equally long byte ranges: of the arena, of the frame."""
         pairs, base, tokens = [], 0, item.frame_tokens or item.token_count
         for index, (group, data) in enumerate(zip(self._shape.groups, self._groups, strict=True)):
-            row = item.rows[index] if item.rows else item.start
+            span = item.spans[index] if item.spans else (0, item.token_count)
+            if span is None:
+                continue
+            begin, end = span
+            row = (item.rows[index] if item.rows else item.start) + begin
             for plane in range(group.planes):
                 start = item.slot * group.slot_stride + plane * group.plane_stride
-                at = base + (plane * tokens + item.frame_first) * group.row_bytes
-                for first, count in _wrapped(row, row + item.token_count, group.ring_rows):
+                at = base + (plane * tokens + item.frame_first + begin) * group.row_bytes
+                for first, count in _wrapped(row, row + end - begin, group.ring_rows):
                     size = count * group.row_bytes
                     here = start + first * group.row_bytes
                     pairs.append((data[here : here + size], item.frame[at : at + size]))

@@ -76,6 +76,20 @@ class Capture:
         """Whether the device's handlers gather rows, not the framework's copies."""
         return self.rows is not None and not self.rows.failed
 
+    @property
+    def by(self) -> str:
+        """How rows get off the device, with the reason if handlers could do it and don't; "" on a CPU."""
+        if self.rows is None:
+            return f"copy: {self.without}" if self.without else ""
+        return f"copy: {self.rows.failed}" if self.rows.failed else self.rows.way
+
+    @property
+    def restore_by(self) -> str:
+        """As `by`, for frames on their way back."""
+        if self.rows is None:
+            return f"copy: {self.without}" if self.without else ""
+        return f"copy: {self.rows.restore.failed}" if self.rows.restore.failed else "scatter"
+
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
         sequence = sequence_id(stream, epoch)
@@ -87,11 +101,15 @@ class Capture:
         if self.rows is None:
             return
         began = time.perf_counter()
-        self.rows.ahead(
+        self.rows.ahead(self.ranges(captures))
+        self.seconds += time.perf_counter() - began
+
+    def ranges(self, captures: list[tuple[Cursor, Slot, int]]) -> list[tuple[Slot, int, int]]:
+        """The first record of each of a step's captures, as `advance` will cut it: slot, first and end position."""
+        return [
             (slot, cursor.position, min(end, cursor.position + self._most_tokens(slot)))
             for cursor, slot, end in captures
-        )
-        self.seconds += time.perf_counter() - began
+        ]
 
     def advance(self, cursor: Cursor, slot: Slot) -> bool:
         """Copy the slot's state from the cursor to the slot's length; False if the lane had no room for all of it."""

@@ -9,6 +9,7 @@
 constexpr u64 POSTED = 1, RUNNING = 2, DONE = 3;                // state word of a task: position * 4 + one of these; 0 is free
 constexpr u64 LEFT_IDLE = 1, LEFT_LEASE = 2, LEFT_STOPPED = 3;  // why the block left
 constexpr u64 RESULT_OK = 0, RESULT_NO_OPERATOR = 1;
+constexpr u64 HEARTBEAT_NS = 50000;
 
 struct Task {  // 128 bytes, one cache line
     u64 state;
@@ -28,13 +29,14 @@ typedef void (*Operator)(const u64* words);
 __device__ __forceinline__ u64 wait_for_task(Control* control, Task* task, u64 position, u64 started, u64 worked) {
     const u64 lease_ns = load_relaxed(&control->lease_ns), idle_ns = load_relaxed(&control->idle_ns);
     const u32 poll_ns = u32(load_relaxed(&control->poll_ns));
+    u64 beaten = 0;
     for (;;) {
         if (load_acquire(&control->stop)) return LEFT_STOPPED;
         const u64 now = device_ns();
         if (now - started >= lease_ns) return LEFT_LEASE;
         if (load_acquire(&task->state) == position * 4 + POSTED) return 0;
         if (now - worked >= idle_ns) return LEFT_IDLE;
-        store_relaxed(&control->heartbeat_ns, now);
+        if (now - beaten >= HEARTBEAT_NS) store_relaxed(&control->heartbeat_ns, beaten = now);  // each is a write over the bus
         __nanosleep(poll_ns);
     }
 }

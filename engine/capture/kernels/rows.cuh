@@ -5,7 +5,8 @@
 // A frame is its groups one after another, each (planes, frame_tokens, row_bytes): tiers/layout.py.
 //
 // words: 0 base address of each group (u64 list)  1 items  2 item count  3 first row of each item in each group (u32 [items]
-//        [GROUP_COUNT]), where that is not its start: a buffer that slides along the context; or 0
+//        [GROUP_COUNT]), where that is not its start: a buffer that slides along the context; or 0  4 spans (u32 [items][GROUP_COUNT]
+//        [2]): which of an item's tokens [begin, end) a group moves, ABSENT in begin for a group that its frame does not have; or 0: all
 
 struct Item {
     u64 frame;
@@ -13,6 +14,11 @@ struct Item {
     u32 frame_tokens, frame_first;    // are rows [frame_first, frame_first + count) of a frame of frame_tokens
     u32 unused;
 };
+
+constexpr u32 ABSENT = 1u << 31;
+
+// What one group of one item moves: `first` is the row of the arena of the token `begin`.
+struct Span { u32 first, begin, end; };
 
 template <u32 ACCESS>
 struct Access { typedef typename Piece<ACCESS>::type type; };
@@ -29,16 +35,16 @@ __device__ __forceinline__ u64 arena_offset(const Item& item, u64 first, u64 pla
 
 // One group of one item; `frame` is where the group starts in the frame.
 template <typename G>
-__device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item, u64 first, Crew crew) {
+__device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item, Span span, Crew crew) {
     typedef typename Access<G::access>::type Type;
     constexpr u32 ROW_UNITS = G::row_bytes / G::access;
-    const u32 run = item.count * ROW_UNITS, total = u32(G::planes) * run;
+    const u32 run = (span.end - span.begin) * ROW_UNITS, total = u32(G::planes) * run;
 #pragma unroll 4
     for (u32 at = crew.thread; at < total; at += crew.threads) {
-        const u32 plane = item.count == 1 ? at / ROW_UNITS : at / run;
+        const u32 plane = run == ROW_UNITS ? at / ROW_UNITS : at / run;
         const u32 within = at - plane * run;
-        u8* here = base + arena_offset<G>(item, first, plane, within, ROW_UNITS);
-        u8* there = frame + (u64(plane) * item.frame_tokens + item.frame_first) * G::row_bytes + u64(within) * G::access;
+        u8* here = base + arena_offset<G>(item, span.first, plane, within, ROW_UNITS);
+        u8* there = frame + (u64(plane) * item.frame_tokens + item.frame_first + span.begin) * G::row_bytes + u64(within) * G::access;
         if (SCATTER)
             *reinterpret_cast<Type*>(here) = *reinterpret_cast<const Type*>(there);
         else
@@ -48,24 +54,31 @@ __device__ __forceinline__ void move_group(u8* base, u8* frame, const Item& item
 
 template <u32 G>
 struct Groups {
-    static __device__ __forceinline__ void move(const u64* bases, const u32* firsts, u8* frame, const Item& item, Crew crew) {
-        move_group<Group<G>>(reinterpret_cast<u8*>(bases[G]), frame, item, firsts ? firsts[G] : item.start, crew);
-        frame += Group<G>::planes * Group<G>::row_bytes * item.frame_tokens;
-        Groups<G + 1>::move(bases, firsts, frame, item, crew);
+    static __device__ __forceinline__ void move(const u64* bases, const u32* firsts, const u32* spans, u8* frame, const Item& item, Crew crew) {
+        const u32 begin = spans ? spans[2 * G] : 0, end = spans ? spans[2 * G + 1] : item.count;
+        const u32 first = firsts ? firsts[G] : item.start;
+        if (!(begin & ABSENT)) {
+            // A buffer may begin behind the item's start: only `first + begin` is a row, so it is added in 32 bits.
+            if (begin < end) move_group<Group<G>>(reinterpret_cast<u8*>(bases[G]), frame, item, Span{first + begin, begin, end}, crew);
+            frame += Group<G>::planes * Group<G>::row_bytes * item.frame_tokens;
+        }
+        Groups<G + 1>::move(bases, firsts, spans, frame, item, crew);
     }
 };
 template <>
 struct Groups<GROUP_COUNT> {
-    static __device__ __forceinline__ void move(const u64*, const u32*, u8*, const Item&, Crew) {}
+    static __device__ __forceinline__ void move(const u64*, const u32*, const u32*, u8*, const Item&, Crew) {}
 };
 
 __device__ void operate(const u64* words, Crew crew) {
     const u64* bases = reinterpret_cast<const u64*>(words[0]);
     const Item* items = reinterpret_cast<const Item*>(words[1]);
     const u32* firsts = reinterpret_cast<const u32*>(words[3]);
+    const u32* spans = reinterpret_cast<const u32*>(words[4]);
     for (u32 i = 0; i < u32(words[2]); i++) {
         const Item item = items[i];
         const u32* here = firsts ? firsts + i * GROUP_COUNT : nullptr;
-        if (item.count) Groups<0>::move(bases, here, reinterpret_cast<u8*>(item.frame), item, crew);
+        const u32* parts = spans ? spans + 2 * i * GROUP_COUNT : nullptr;
+        if (item.count) Groups<0>::move(bases, here, parts, reinterpret_cast<u8*>(item.frame), item, crew);
     }
 }

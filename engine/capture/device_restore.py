@@ -1,0 +1,172 @@
+"""Stage *restore* on a GPU: frames from lane and store -> the arena's rows, by the row scatterer through pinned memory.
+
+A frame lies in memory that the device cannot read (a lane, the store's map), and was verified by its checksum when it was
+read. It is copied into one half of tier 0 while the device scatters the other half: all layers of up to 64 pieces in one launch, each
+to its slot's own rows. The framework would make a copy and a launch for every group. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.arena import Arena, Slot
+from engine.capture.driver import Buffer
+from engine.capture.errors import CaptureError
+from engine.capture.handlers import RowRange
+from engine.capture.kernel_device import RANGES_A_LAUNCH, KernelRows, RowList
+from engine.capture.launch import Ticket
+from tiers.layout import ALL_GROUPS
+
+_HALF_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some tokens of a frame in tier 0, and how the framework would put them back."""
+
+    slot: Slot
+    start: int
+    frame: np.ndarray
+    token_count: int
+    firsts: list[int]
+    groups: int
+
+
+@dataclass(slots=True)
+class Half:
+    """Half of tier 0: what lies in it, and the launch that reads it."""
+
+    memory: Buffer
+    ranges: RowList
+    used: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    ticket: Ticket | None = None
+
+
+class DeviceRestore:
+    """Puts frames back into an arena by the row scatterer; see `engine.arena.Applier`."""
+
+    def __init__(
+        self, arena: Arena, rows: KernelRows, make: Callable[[int], Buffer], half_bytes: int = _HALF_BYTES
+    ) -> None:
+        """`make` gives mapped memory."""
+        self._arena, self._rows = arena, rows
+        self._half_bytes = max(half_bytes, arena.layout.token_bytes + 16)
+        self._make = make
+        self._halves: list[Half] = []
+        self.failed = ""
+        self.launches = 0
+
+    def ready(self) -> bool:
+        """Whether the scatterer puts frames back; until it is compiled, and after it failed, the framework does."""
+        if self.failed:
+            return False
+        try:
+            return self._rows.can_scatter()
+        except CaptureError as error:
+            self.failed = str(error)
+            return False
+
+    def put(
+        self,
+        slot: Slot,
+        start: int,
+        frame: np.ndarray,
+        token_count: int,
+        take: tuple[int, int],
+        firsts: list[int],
+        groups: int = ALL_GROUPS,
+    ) -> bool:
+        """As Arena.copy_in; the rows are there after `flush`. False: not by handlers, the caller copies."""
+        if not self.ready():
+            return False
+        end = start + take[1] - take[0]
+        low = max(start, min(firsts[at] for at in self._arena.group_windows))
+        most = self._half_bytes // self._arena.layout.token_bytes
+        views = self._arena.layout.views(frame, token_count, groups)
+        for begin in range(low, end, most):
+            stop = min(end, begin + most)
+            self._stage(slot, begin, stop, [view[:, begin - start + take[0] : stop - start + take[0]] for view in views],
+                        firsts, groups)  # fmt: skip
+        return True
+
+    def flush(self) -> None:
+        """Return when everything that was put is in the arena."""
+        for half in self._halves:
+            self._launch(half)
+        for half in self._halves:
+            self._settle(half)
+
+    # ------------------------------------------------------------ pieces
+
+    def _stage(self, slot: Slot, start: int, end: int, parts: list[np.ndarray], firsts: list[int], groups: int) -> None:
+        """Copy tokens [start, end) of every group that the frame has into tier 0."""
+        size = sum(part.nbytes for part in parts)
+        half = self._room_for(size)
+        frame = half.memory.array("u1", size, half.used)
+        at = 0
+        for part in parts:
+            target = frame[at : at + part.nbytes].reshape(part.shape)
+            np.copyto(target, part)
+            at += part.nbytes
+        half.used += (size + 15) & -16
+        half.pieces.append(Piece(slot, start, frame, end - start, firsts, groups))
+
+    def _room_for(self, size: int) -> Half:
+        """The half that is filled now, with room for so many bytes more."""
+        if not self._halves:
+            self._halves = [Half(self._make(self._half_bytes), self._rows.new_list()) for _ in range(2)]
+        half = self._halves[0]
+        if half.used + size > self._half_bytes or len(half.pieces) == RANGES_A_LAUNCH:
+            self._launch(half)
+            self._halves.reverse()
+            half = self._halves[0]
+            self._settle(half)
+        return half
+
+    def _launch(self, half: Half) -> None:
+        if half.ticket is not None or not half.pieces:
+            return
+        if self.failed:
+            self._by_framework(half)
+            return
+        try:
+            half.ticket = self._rows.start_scatter([self._range(piece) for piece in half.pieces], half.ranges)
+            self.launches += 1
+        except CaptureError as error:
+            self.failed = str(error)
+            self._by_framework(half)
+
+    def _settle(self, half: Half) -> None:
+        """Wait until a half is free."""
+        if half.ticket is not None:
+            try:
+                half.ticket.wait()
+            except CaptureError as error:
+                self.failed = str(error)
+                self._by_framework(half)
+        half.ticket, half.used = None, 0
+        half.pieces.clear()
+
+    def _by_framework(self, half: Half) -> None:
+        """The frames are still in tier 0: the framework copies them from there."""
+        for piece in half.pieces:
+            self._arena.copy_in_by_framework(
+                piece.slot, piece.start, piece.frame, piece.token_count, (0, piece.token_count), firsts=piece.firsts,
+                groups=piece.groups,
+            )  # fmt: skip
+        half.pieces.clear()
+
+    def _range(self, piece: Piece) -> RowRange:
+        end = piece.start + piece.token_count
+        spans: list[tuple[int, int] | None] = []
+        for group, window in enumerate(self._arena.group_windows):
+            begin = min(end, max(piece.start, piece.firsts[window])) - piece.start
+            has = bool(piece.groups >> group & 1)
+            assert has or begin == piece.token_count, "a needed window's rows are missing from the frame"
+            spans.append((begin, piece.token_count) if has else None)
+        rows = tuple(self._arena.rows_at(piece.slot, piece.start))
+        return RowRange(piece.slot.index, piece.start, end, piece.frame, rows=rows, spans=tuple(spans))

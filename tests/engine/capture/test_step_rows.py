@@ -1,0 +1,116 @@
+"""New rows are gathered inside the decode step's own graph: the engine on this CPU, its handlers through the shim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.capture.device_rows import DeviceRows, build
+from tests.engine.capture.shim_driver import ShimDriver
+from tests.engine.driver import EngineDriver, random_tokens, submit
+from tests.engine.kinds import write_model
+from tiers.lane import LaneReader, RecordType
+from tiers.paths import Paths
+
+
+@pytest.fixture(scope="module", params=["llama", "short_window"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that keeps everything, and one with windows that slide."""
+    return write_model(request.param, tmp_path_factory.mktemp("step-rows") / request.param, context_tokens=256)
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., EngineDriver]]:
+    """Start engines that know nothing of each other."""
+    engines: list[EngineDriver] = []
+
+    def started(name: str, **options: Any) -> EngineDriver:
+        settings = {"prefill_chunk": 32, "context_tokens": 256, "lane_bytes": 4 << 20, **options}
+        paths = Paths.at(tmp_path / name / "data", tmp_path / name / "lanes")
+        engines.append(EngineDriver.start(model, paths, name, **settings))
+        return engines[-1]
+
+    yield started
+    for engine in engines:
+        engine.close()
+
+
+def with_handlers(engine: EngineDriver, driver: ShimDriver, way: str = "graph") -> DeviceRows:
+    """Give an engine the handlers that it has on a GPU. Its own memory is the device's, so the streams must be empty between steps."""
+    capture = engine.engine.capture
+    assert capture is not None
+    capture.rows = build(engine.engine.arena, driver, way, in_steps=True)
+    engine.engine.graphs.rows = capture.rows
+    return capture.rows
+
+
+def run_three(engine: EngineDriver) -> None:
+    for number, count in enumerate((40, 9, 23)):
+        engine.handle(submit(f"s{number}", random_tokens(number, count), 12 + 6 * number))
+    engine.run()
+
+
+def frames(engine: EngineDriver) -> dict[tuple[bytes, int, int], bytes]:
+    """What its lane holds, by sequence and range."""
+    capture = engine.engine.capture
+    assert capture is not None
+    reader = LaneReader.open(capture.lane.path)
+    found = {
+        (bytes(record.sequence), record.token_start, record.token_end): bytes(reader.frame(record))
+        for record in reader.records(0)
+        if record.type == RecordType.ROWS
+    }
+    reader.close()
+    return found
+
+
+def test_the_lane_holds_the_same_when_steps_gather_their_own_rows(
+    start: Callable[..., EngineDriver], shim_driver: ShimDriver
+) -> None:
+    plain, fixed = start("e0", decode_graph="on"), start("e1", decode_graph="on")
+    rows = with_handlers(fixed, shim_driver)
+    rows.rows.wait_ready()
+    run_three(plain)
+    run_three(fixed)
+    expected = frames(plain)
+    assert frames(fixed) == expected and len(expected) > 30
+    graphs = fixed.engine.graphs
+    prefills = rows.launches - graphs.replayed - sum(bucket.warm_steps for bucket in graphs._buckets.values())
+    assert 0 < prefills < 12, "each decode step gathered its rows itself, one row alone too"
+    assert not rows.failed and not graphs.off
+
+
+def test_a_handler_that_comes_later_or_fails_is_followed_by_new_recordings(
+    start: Callable[..., EngineDriver], shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fixed = start("e0", decode_graph="on"), start("e1", decode_graph="on")
+    graphs = fixed.engine.graphs
+    shim_driver.hold_loads.clear()
+    rows = with_handlers(fixed, shim_driver)
+    for engine in (plain, fixed):
+        for number, count in enumerate((40, 9, 23)):
+            engine.handle(submit(f"s{number}", random_tokens(number, count), 40))
+    fixed.run_until_token("s0", 10)
+    assert graphs.recorded > 0 and graphs.dropped == 0 and rows.launches == 0, "recorded without a handler"
+    shim_driver.hold_loads.set()
+    rows.rows.wait_ready()
+    fixed.run_until_token("s0", 20)
+    assert graphs.dropped > 0 and graphs._handler and rows.launches > 0, "recorded anew, with it"
+    launches = rows.launches
+    monkeypatch.setattr(rows, "failed", "the handlers were given up")
+    fixed.run_until_token("s0", 21)
+    assert not graphs._handler and rows.launches == launches, "recorded anew, without it"
+    fixed.run()
+    plain.run()
+    assert frames(fixed) == frames(plain)
+    assert fixed.engine.stats().capture_by == "copy: the handlers were given up"
+
+
+def test_auto_takes_the_way_that_is_part_of_the_step(
+    start: Callable[..., EngineDriver], shim_driver: ShimDriver
+) -> None:
+    rows = with_handlers(start("e0", decode_graph="on"), shim_driver, "auto")
+    assert rows.way == "graph"
