@@ -1,11 +1,12 @@
-"""What capture costs the engine on this device, and how long a recovered session waits.
+"""What capture costs the engine on this device, what a decode graph gains, and how long a recovered session waits.
 
-Question  Tokens/s of batched decode with capture on and off; time from "the slot is empty" to the next token.
-Regime    A random model in the shape of Qwen3 0.6B (28 layers, 8 KV heads of 128, bfloat16), the engine's own arena, cache, capture
-          and lane in shared memory; batch 1, 8 and 32 after a prompt of 64 tokens; contexts of 1,024 and 32,768 tokens. Rounds with
-          and without capture take turns. Nothing drains the lane: it holds all that is measured.
-Baselines capture off; computing the prefix again, a chunk at a time.
-Unit      tokens/s (ratio on / off, wanted 0.99) and milliseconds (ratio recomputing / restoring).
+Question  Tokens/s of batched decode with capture on and off, and with decode graphs on and off; time from "the slot is empty" to the
+          next token.
+Regime    A random model in the shape of Qwen3 0.6B (28 layers, 8 KV heads of 128, bfloat16), the engine's own arena, cache, decode
+          graphs, capture and lane in shared memory; batch 1, 8 and 32 after a prompt of 64 tokens; contexts of 1,024 and 32,768
+          tokens. Rounds of each kind take turns, after one that is not counted. Nothing drains the lane: it holds all that is measured.
+Baselines capture off, with graphs; graphs off, with capture; computing the prefix again, a chunk at a time.
+Unit      tokens/s (ratio on / off, wanted 0.99 for capture) and milliseconds (ratio recomputing / restoring).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +25,9 @@ import torch
 from bench.gpu.lab import Lab, Row
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
-from engine.capture import Capture
+from engine.capture import Capture, Cursor
 from engine.capture.device_rows import build
+from engine.decode_graph import DecodeGraphs, graphs_for
 from engine.model import Model, load
 from engine.settings import EngineSettings
 from tiers.lane import LaneReader, LaneWriter, RecordType
@@ -32,6 +36,7 @@ _BATCHES = (1, 8, 32)
 _CONTEXTS = (1024, 32768)
 _PROMPT, _STEPS, _CHUNK, _ROUNDS = 64, 48, 1024, 4
 _BLOCK = 32
+_DECODE_CONTEXT = 2048
 
 
 @dataclass(slots=True)
@@ -43,6 +48,7 @@ class Bench:
     arena: Arena
     cache: ArenaCache
     capture: Capture
+    graphs: DecodeGraphs
 
     def forward(self, slots: list[Slot], tokens: list[list[int]]) -> torch.Tensor:
         """One step of every slot, from its length on; waits for the logits as an engine does before it samples."""
@@ -50,26 +56,57 @@ class Bench:
         self.cache.begin(slots, starts, count)
         logits = self.model.forward(tokens, starts, self.cache, logits=True)
         assert logits is not None
+        return self._done(slots, tokens, logits)
+
+    def decode(self, slots: list[Slot], tokens: list[int], cursors: list[Cursor], *, graphed: bool) -> list[int]:
+        """One token of every slot, captured if there are cursors; by a recorded step or as ever."""
+        captures = [(cursor, slot, slot.length + 1) for cursor, slot in zip(cursors, slots, strict=False)]
+        logits = None
+        if graphed:
+            starts = [slot.length for slot in slots]
+            logits = self.graphs.step(slots, starts, tokens, captures=self.capture.ranges(captures))
+        rows = [[token] for token in tokens]
+        chosen = self.forward(slots, rows) if logits is None else self._done(slots, rows, logits)
+        self.capture.ahead(captures)
+        for cursor, slot in zip(cursors, slots, strict=False):
+            assert self.capture.advance(cursor, slot), "the lane is too small"
+        return chosen.tolist()
+
+    def _done(self, slots: list[Slot], tokens: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
         chosen = logits.argmax(dim=-1).tolist()
         for slot, row in zip(slots, tokens, strict=True):
-            slot.tokens[slot.length : slot.length + count] = row
-            slot.length += count
+            slot.tokens[slot.length : slot.length + len(row)] = row
+            slot.length += len(row)
         return torch.tensor(chosen)
+
+    def close(self) -> None:
+        """Let the lane go."""
+        path = self.capture.lane.path
+        self.capture.let_go()
+        path.unlink()
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Decode at each batch, then recovery at each context."""
+    """Decode at each batch, then recovery at each context, each in an arena that just holds it."""
     batches, contexts = (_BATCHES[:1], _CONTEXTS[:1]) if lab.quick else (_BATCHES, _CONTEXTS)
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="concordia-gpu-") as where:
         write_model(lab, Path(where))
-        bench = _bench(lab, Path(where), [_tokens(lab, context) for context in contexts], batches)
-        try:
-            rows = [_decode(bench, batch) for batch in batches]
+        longest = max(_tokens(lab, context) for context in contexts)
+        options = EngineSettings(
+            device=str(lab.device), context_tokens=longest + 64, prefill_chunk=_CHUNK, decode_graph="on"
+        )
+        model = load(Path(where), "random-0.6B", options)
+        kinds = 3 * (_ROUNDS + 1)
+        with _bench(
+            lab, model, options, max(2, *batches), _DECODE_CONTEXT, kinds * sum(batches) * (_PROMPT + _STEPS + _BLOCK)
+        ) as bench:
+            for batch in batches:
+                rows += _decode(bench, batch)
+        with _bench(
+            lab, model, options, 2, longest + 64, 2 * sum(_tokens(lab, context) for context in contexts)
+        ) as bench:
             rows += [_recovery(bench, _tokens(lab, context)) for context in contexts]
-        finally:
-            path = bench.capture.lane.path
-            bench.capture.let_go()
-            path.unlink()
     return rows
 
 
@@ -92,55 +129,60 @@ def write_model(lab: Lab, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def _bench(lab: Lab, directory: Path, contexts: list[int], batches: tuple[int, ...]) -> Bench:
-    slots, room = max(2, *batches), max(*contexts, _PROMPT + _STEPS) + 64
-    options = EngineSettings(device=str(lab.device), context_tokens=room, slots=slots, prefill_chunk=_CHUNK)
-    model = load(directory, "random-0.6B", options)
+@contextmanager
+def _bench(
+    lab: Lab, model: Model, options: EngineSettings, slots: int, context_tokens: int, captured_tokens: int
+) -> Iterator[Bench]:
     arena = Arena.allocate(
-        model.layers, slots, model.context_tokens, model.dtype, model.device, states=model.states, step_tokens=_CHUNK,
+        model.layers, slots, context_tokens, model.dtype, model.device, states=model.states, step_tokens=_CHUNK,
         block_tokens=_BLOCK,
     )  # fmt: skip
     cache = ArenaCache(arena, lambda: None, model.layers)
-    captured = sum(contexts) + _ROUNDS * sum(batches) * (_PROMPT + _STEPS + _BLOCK)
-    lane_bytes = int(1.1 * captured * arena.layout.token_bytes) + (16 << 20)
+    lane_bytes = int(1.1 * captured_tokens * arena.layout.token_bytes) + (16 << 20)
     path = Path("/dev/shm") / f"concordia-gpu-bench-{id(arena):x}.lane"
     lane = LaneWriter.open(path, lane_bytes=lane_bytes, record_count=1 << 16, incarnation=1)
     capture = Capture(lane, arena, model.root(arena.layout, _BLOCK), _BLOCK)
-    capture.rows = build(arena, lab.driver, "auto" if lab.on_gpu else "stream")
-    capture.rows.reach_lane(lane.ring)
-    capture.rows.rows.wait_ready()
-    return Bench(lab, model, arena, cache, capture)
+    rows = capture.rows = build(arena, lab.driver, "auto" if lab.on_gpu else "graph", in_steps=True)
+    rows.reach_lane(lane.ring)
+    rows.rows.wait_ready()
+    bench = Bench(lab, model, arena, cache, capture, graphs_for(model, arena, cache, options, rows))
+    try:
+        yield bench
+    finally:
+        bench.close()
 
 
-def _decode(bench: Bench, batch: int) -> Row:
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 if bench.lab.quick else _ROUNDS):
-        for captured in (turn % 2 == 0, turn % 2 == 1):
-            rates[captured].append(_rate(bench, batch, captured, turn))
-    on, off = (statistics.median(rates[captured]) for captured in (True, False))
-    way = bench.capture.rows.way if bench.capture.rows else "copy"
-    return Row("engine", f"decode, batch {batch}, capture on", on, "tokens/s", off, on / off, ">= 0.99", f"by {way}")
+def _decode(bench: Bench, batch: int) -> list[Row]:
+    """Both on, capture off, graphs off; a first round of each warms up and records."""
+    kinds = {"both": (True, True), "no capture": (False, True), "no graph": (True, False)}
+    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(2 if bench.lab.quick else _ROUNDS + 1):
+        names = list(kinds) if turn % 2 else list(reversed(kinds))
+        for name in names:
+            captured, graphed = kinds[name]
+            rates[name].append(_rate(bench, batch, f"{batch}-{turn}-{name}", captured=captured, graphed=graphed))
+    both, no_capture, no_graph = (statistics.median(rates[name][1:]) for name in kinds)
+    way = bench.capture.by
+    return [
+        Row("engine", f"decode, batch {batch}, capture on", both, "tokens/s", no_capture, both / no_capture, ">= 0.99", f"by {way}"),
+        Row("engine", f"decode, batch {batch}, graphs on", both, "tokens/s", no_graph, both / no_graph, "> 1",
+            bench.graphs.off or f"{bench.graphs.recorded} recorded"),
+    ]  # fmt: skip
 
 
-def _rate(bench: Bench, batch: int, captured: bool, turn: int) -> float:
+def _rate(bench: Bench, batch: int, name: str, *, captured: bool, graphed: bool) -> float:
     slots = bench.arena.slots[:batch]
-    prompt = np.random.default_rng(turn).integers(3, bench.model.vocab_count, _PROMPT).tolist()
+    prompt = np.random.default_rng(batch).integers(3, bench.model.vocab_count, _PROMPT).tolist()
     cursors = []
     for slot in slots:
         bench.arena.forget(slot)
         bench.forward([slot], [prompt])
-        cursors.append(bench.capture.cursor(f"decode-{batch}-{turn}-{captured}-{slot.index}", 1, 0))
-    if captured:
-        for cursor, slot in zip(cursors, slots, strict=True):
-            assert bench.capture.advance(cursor, slot), "the lane is too small"
-    began, token = time.perf_counter(), [prompt[-1]] * batch
-    for _ in range(_STEPS):
-        token = bench.forward(slots, [[one] for one in token]).tolist()
         if captured:
-            pairs = list(zip(cursors, slots, strict=True))
-            bench.capture.ahead([(cursor, slot, slot.length) for cursor, slot in pairs])
-            for cursor, slot in pairs:
-                assert bench.capture.advance(cursor, slot), "the lane is too small"
+            cursors.append(bench.capture.cursor(f"decode-{name}-{slot.index}", 1, 0))
+            assert bench.capture.advance(cursors[-1], slot), "the lane is too small"
+    began, tokens = time.perf_counter(), [prompt[-1]] * batch
+    for _ in range(_STEPS):
+        tokens = bench.decode(slots, tokens, cursors, graphed=graphed)
     return batch * _STEPS / (time.perf_counter() - began)
 
 
@@ -159,14 +201,15 @@ def _recovery(bench: Bench, count: int) -> Row:
     bench.arena.forget(other)
     reader = LaneReader.open(bench.capture.lane.path)
     began = time.perf_counter()
-    for record in reader.records(0):
-        if record.type == RecordType.ROWS and record.sequence == cursor.sequence:
-            frame = reader.frame(record)
-            bench.arena.copy_in(other, record.token_start, frame, record.token_count, (0, record.token_count))
-            other.length = record.token_end
+    with bench.arena.together():
+        for record in reader.records(0):
+            if record.type == RecordType.ROWS and record.sequence == cursor.sequence:
+                frame = reader.frame(record)
+                bench.arena.copy_in(other, record.token_start, frame, record.token_count, (0, record.token_count))
+                other.length = record.token_end
     got = bench.forward([other], [[tokens[-1]]])
     restoring = time.perf_counter() - began
     reader.close()
     assert got.tolist() == expected.tolist(), "the restored slot goes on with another token"
     return Row("engine", f"recovery of {count:,} tokens", restoring * 1e3, "ms", recomputing * 1e3, recomputing / restoring, "> 1",
-               f"{count * bench.arena.layout.token_bytes / restoring / 1e9:.1f} GB/s with checksums")  # fmt: skip
+               f"{count * bench.arena.layout.token_bytes / restoring / 1e9:.1f} GB/s, by {bench.capture.restore_by}")  # fmt: skip

@@ -41,6 +41,7 @@ class Lab:
     quick: bool = False
     scale: int = 1
     rounds: int = 30
+    deadline: float = float("inf")  # time.monotonic(), by which the last figure has to be had
     ceilings: dict[str, float] = field(default_factory=dict)  # bytes/s by name
     _flush: Any = None
 
@@ -53,6 +54,10 @@ class Lab:
     def stream(self) -> Stream:
         """The framework's stream."""
         return self.driver.current_stream()
+
+    def out_of_time(self) -> bool:
+        """Whether what is left of a section must be left out."""
+        return time.monotonic() > self.deadline
 
     def size(self, byte_count: int) -> int:
         """A size as it is measured here."""

@@ -70,7 +70,10 @@ def measure(lab: Lab) -> list[Row]:
     sizes = SIZES_MB[-1:] if lab.quick else SIZES_MB
     best = _best_variant(lab, lab.random_bytes(lab.size(SIZES_MB[-1] << 20)))
     rows = [Row("scan", f"best variant: {best[0]} loads in flight, {best[1]} blocks", 0.0, "")]
-    for megabytes in sizes:
+    for megabytes in reversed(sizes):
+        if lab.out_of_time():
+            rows.append(Row("scan", f"{megabytes} MB", 0.0, "", note="out of time"))
+            continue
         rows += _one_size(lab, megabytes, best)
     return rows
 

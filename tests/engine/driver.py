@@ -36,7 +36,8 @@ class EngineDriver:
         tiers = TierSettings(lane_bytes=lane_bytes, lane_record_count=4096, store_map_bytes=1 << 30)
         settings = {"model_dir": str(model_dir), "model_name": "tiny"}
         options.setdefault("restore", "always")  # tiny models compute as fast as a busy machine copies
-        engine_options = EngineSettings(device="cpu", slots=4, prefault_tokens=0, **options)
+        device = options.pop("device", "cpu")
+        engine_options = EngineSettings(device=device, slots=4, prefault_tokens=0, **options)
         page = StatusPage.create(paths.status(name), 1)
         driver = cls(build(name, 1, settings, engine_options, tiers, paths, page))
         driver.engine.link.send = driver.sent.append  # type: ignore[method-assign, assignment]

@@ -19,6 +19,7 @@ from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import write_model
 from tiers.paths import Paths
 
+pytestmark = pytest.mark.process
 # One of each way that a layer keeps state: everything, windows, capped scores, sinks, latents, scans, convolutions.
 KINDS = ["llama", "short_window", "mamba2"]
 MORE_KINDS = ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_text", "mamba", "lfm2"]
@@ -218,3 +219,16 @@ def test_settings_say_where_there_are_none(start: Callable[..., EngineDriver]) -
     assert start("llama", decode_graph="off").engine.stats().decode_graph == "engine.decode_graph is off"
     exact = start("llama", "e1", decode_graph="on", deterministic=True)
     assert "engine.deterministic" in exact.engine.stats().decode_graph
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+@pytest.mark.parametrize("kind", ["llama", "short_window", "deepseek_v3", "gpt_oss"])
+def test_a_gpu_replays_its_steps_as_graphs(kind: str, start: Callable[..., EngineDriver]) -> None:
+    options = {"device": "cuda", "dtype": "float32"}
+    plain, fixed = start(kind, decode_graph="off", **options), start(kind, "e1", decode_graph="on", **options)
+    graphs = fixed.engine.graphs
+    if kind != "gpt_oss":  # whose experts may be chosen by the host
+        assert graphs.off == "" and graphs.recorder.is_graph
+    assert answers(fixed) == answers(plain)
+    assert graphs.off or graphs.replayed > 12

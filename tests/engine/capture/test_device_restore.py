@@ -124,6 +124,7 @@ def test_what_the_handlers_fail_to_put_back_the_framework_does(
     rows.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["llama", "short_window"])
 def test_a_stream_that_handlers_restored_goes_on_bit_for_bit(
     kind: str, tmp_path: Path, shim_driver: ShimDriver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from bench.gpu import __main__ as bench
 from bench.gpu import correctness, scan
 from bench.gpu.lab import Lab, Row
+from engine.capture.kernel_device import KernelDevice
+from engine.capture.launch import GraphLaunch, SideStream
 from tests.engine.capture.shim_driver import ShimDriver
 
 pytestmark = pytest.mark.process
@@ -34,6 +37,10 @@ def test_every_section_runs_and_tells_its_cases(lab: Lab, tmp_path: Path, capsys
         "pages changed",
         "sequences",
         "by executor",
+        "inside its graph",
+        "capture on",
+        "graphs on",
+        "recovery of",
         "graph replay",
         "matrix product",
         "LoRA",
@@ -57,6 +64,34 @@ def test_a_section_that_fails_or_comes_too_late_is_told(lab: Lab, monkeypatch: p
     assert (row.case, row.note) == ("failed", "RuntimeError: an illegal address")
     (row,) = bench.run_sections(lab, deadline=0.0)
     assert row.note == "out of time"
+
+
+def test_the_sanitizer_runs_over_every_handler_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\ncase "$1" in *racecheck) echo "1 error"; exit 9;; esac\necho "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = dict(correctness.commands())
+    assert set(given) > {"compute-sanitizer memcheck", "compute-sanitizer racecheck"}
+    monkeypatch.setattr(
+        correctness, "commands", lambda: [item for item in given.items() if item[0].startswith("compute-sanitizer")]
+    )
+    by_tool = {row.case.split()[-1]: row for row in correctness.check(60.0)}
+    assert by_tool["memcheck"].value == 1.0 and "-m bench.gpu" in by_tool["memcheck"].note
+    assert (by_tool["racecheck"].value, by_tool["racecheck"].note) == (0.0, "1 error")
+    assert not correctness.passed(list(by_tool.values()))
+    (late, *_) = correctness.check(0.0)
+    assert late.note == "out of time, so not run" and not late.unit
+
+
+def test_what_the_sanitizer_runs_is_right_on_this_cpu(shim_driver: ShimDriver) -> None:
+    for launcher in (SideStream(shim_driver), GraphLaunch(shim_driver)):
+        device = KernelDevice(shim_driver, launcher)
+        for _ in range(2):
+            correctness.every_handler(device, lambda count: torch.randint(0, 255, (count,), dtype=torch.uint8))
+        device.close()
 
 
 def test_nothing_is_timed_where_something_is_wrong() -> None:

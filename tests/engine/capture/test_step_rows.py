@@ -15,6 +15,8 @@ from tests.engine.kinds import write_model
 from tiers.lane import LaneReader, RecordType
 from tiers.paths import Paths
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module", params=["llama", "short_window"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
