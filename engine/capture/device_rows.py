@@ -208,6 +208,7 @@ class DeviceRows:
         old, self._registered, self.lane = self._registered, None, ""
         self.reach_lane(ring)
         if old is not None:
+            self.rows.forget(old)
             self.device.driver.unregister(old)
 
     def close(self) -> None:

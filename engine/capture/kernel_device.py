@@ -409,6 +409,10 @@ class KernelRows:
         """Frames inside this registered memory are read and written in place."""
         self._reachable.append(buffer)
 
+    def forget(self, buffer: Buffer) -> None:
+        """The memory is registered no more: other memory may come to lie at its addresses."""
+        self._reachable = [known for known in self._reachable if known is not buffer]
+
     def words_for(self, ranges: Sequence[RowRange]) -> tuple[int, ...]:
         """Write ranges whose frames the device reaches into the list; the words of the launch that gathers them."""
         return self._list.write(ranges, [self._address(item.frame) for item in ranges])

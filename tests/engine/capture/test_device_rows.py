@@ -145,6 +145,20 @@ def test_a_lane_that_cannot_be_registered_is_filled_through_the_ring(
     lane.close()
 
 
+def test_a_lane_that_was_left_is_written_no_more(
+    arena: Arena, lane: LaneWriter, tmp_path: Path, shim_driver: ShimDriver
+) -> None:
+    rows = build(arena, shim_driver, "stream")
+    rows.reach_lane(lane.ring)
+    old = lane.ring[: rows.rows.shape.token_bytes]
+    assert rows.rows._address(old)
+    other = LaneWriter.open(tmp_path / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    Capture(lane, arena, ROOT, 4, rows=rows).renew(other)
+    assert not rows.rows._address(np.zeros_like(old)) and len(rows.rows._reachable) == 1
+    rows.close()
+    other.close()
+
+
 def test_shapes_come_from_the_arena(arena: Arena) -> None:
     shape = shape_of(arena)
     assert shape.token_bytes == arena.layout.token_bytes
