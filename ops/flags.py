@@ -20,6 +20,7 @@ from ops.client import Client
 from ops.config import Config
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from tiers.errors import Lost, OtherModel, StoreBusy, TierError
+from tiers.export_seal import LockedFile
 from tiers.keys import BadKeys, Locked
 
 EXITS = {
@@ -76,7 +77,7 @@ class Group(click.Group):
 
 def tier_exit_code(error: TierError) -> int:
     """Exit code of an error that a command didn't expect."""
-    if isinstance(error, StoreBusy | BadKeys | Locked):
+    if isinstance(error, StoreBusy | BadKeys | Locked | LockedFile):
         return StateRefused.exit_code
     if isinstance(error, OtherModel):
         return ModelError.exit_code

@@ -15,7 +15,10 @@ from ops.installation import Installation
 from ops.show import console, size, table
 from tiers.errors import BadFile, OtherFormat
 from tiers.export import MAGIC, NAMES, open_exported, read_items
+from tiers.export_seal import MAGIC as SEALED_MAGIC
+from tiers.export_seal import ExportKeys
 from tiers.inspect import RecordRow, SequenceRow, StoredRow, lane_facts, lane_records, sequences, stored_rows
+from tiers.keys import Keyring
 from tiers.view import StoreReader
 
 
@@ -109,13 +112,14 @@ def _print_sequence(row: SequenceRow, parts: list[StoredRow]) -> None:
 
 def _show_export(path: Path, as_json: bool, limit: int) -> int:
     with open(path, "rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+        if file.read(len(MAGIC)) not in (MAGIC, SEALED_MAGIC):
             raise OpsError(f"{path} is neither a lane nor an exported session")
     rows: list[dict[str, Any]] = []
     problem = ""
+    keys = ExportKeys(Keyring.from_environment())
     try:
-        m = open_exported(path).manifest
-        for index, item in enumerate(read_items(path)):
+        m = open_exported(path, keys).manifest
+        for index, item in enumerate(read_items(path, keys=keys)):
             rows.append({"index": index, "type": NAMES.get(item.type, str(item.type)), "bytes": len(item.payload)})
     except (BadFile, OtherFormat) as error:
         problem = str(error)

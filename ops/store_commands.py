@@ -5,7 +5,9 @@ Runs in the command's process. What needs the store's writer asks the keeper if 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,6 +15,16 @@ from ops.config import Config
 from ops.flags import Command, client_flags, configured, destructive_flags, json_flag, place_flags
 
 _FILE = click.Path(path_type=Path)
+
+
+def _key_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What seals or opens an exported file, beside the tenants' keys in the environment."""
+    for option in (
+        click.option("--passphrase-file", type=_FILE, metavar="FILE", help="File whose text is a passphrase."),
+        click.option("--key-file", type=_FILE, metavar="FILE", help="File that holds a key, 64 hex digits."),
+    ):
+        function = option(function)
+    return function
 
 
 @click.command(cls=Command, exits=(6,))
@@ -105,19 +117,29 @@ def repair(config: Config, limit_mb_s: float, yes: bool, dry_run: bool, url: str
 @click.argument("session")
 @click.option("--output", "-o", type=_FILE, metavar="FILE", help="Default SESSION.concordia here.")
 @click.option("--yes", "-y", is_flag=True, help="Replace FILE without asking.")
+@_key_flags
+@click.option("--plain", is_flag=True, help="Don't encrypt the file, though its tenant has a key.")
 @client_flags
 @json_flag
 @configured
-def export(config: Config, session: str, output: Path | None, yes: bool, url: str | None, as_json: bool) -> None:
+def export(
+    config: Config, session: str, output: Path | None, yes: bool, key_file: Path | None, passphrase_file: Path | None,
+    plain: bool, url: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Write SESSION into one file: tokens, state, fingerprint, checksums. Also while the installation serves.
 
-    Interrupted, the same command goes on where it stopped (FILE.part). The tokens and their state are in it as plain bytes.
+    Interrupted, the same command goes on where it stopped (FILE.part). Where the session's tenant has a key, the file is encrypted with it;
+    --passphrase-file or --key-file encrypt it with something else. Otherwise the tokens and their state are in it as plain bytes.
     """
     from ops.installation import find
     from ops.transfer import run_export
+    from tiers.export_seal import ExportKeys
 
+    if (key_file is not None) + (passphrase_file is not None) + plain > 1:
+        raise click.UsageError("--key-file, --passphrase-file and --plain exclude each other")
     target = output or Path(f"{session.replace('/', '_')}.concordia")
-    run_export(find(config, url), session, target, as_json, yes=yes)
+    keys = ExportKeys.given(key_file=key_file, passphrase_file=passphrase_file)
+    run_export(find(config, url), session, target, as_json, yes=yes, keys=keys, plain=plain)
 
 
 @click.command("import", cls=Command, exits=(3, 4, 5, 6))
@@ -132,25 +154,29 @@ def export(config: Config, session: str, output: Path | None, yes: bool, url: st
 @click.option(
     "--any-model", is_flag=True, help="Also if another model is served here: its state waits until its own is."
 )
+@_key_flags
 @destructive_flags
 @client_flags
 @json_flag
 @configured
 def import_command(
-    config: Config, source: Path, name: str, namespace: str, replace: bool, any_model: bool, yes: bool, dry_run: bool,
-    url: str | None, as_json: bool,
+    config: Config, source: Path, name: str, namespace: str, replace: bool, any_model: bool, key_file: Path | None,
+    passphrase_file: Path | None, yes: bool, dry_run: bool, url: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Take an exported session: its next turn here computes only what is new. Also while the installation serves.
 
     The whole file is checked first; a damaged one is refused (exit code 6), and one of another model too (exit code 3). Interrupted, the
-    same command goes on; blocks that are there already are not stored again.
+    same command goes on; blocks that are there already are not stored again. An encrypted file needs what it was encrypted with: the
+    tenant's key in the environment, --key-file or --passphrase-file; without, it is refused (exit code 5).
     """
     from ops.installation import find
     from ops.transfer import run_import
+    from tiers.export_seal import ExportKeys
 
+    keys = ExportKeys.given(key_file=key_file, passphrase_file=passphrase_file)
     run_import(
         find(config, url), source, as_json, name=name, namespace=namespace, replace=replace, any_model=any_model, yes=yes,
-        dry_run=dry_run,
+        dry_run=dry_run, keys=keys,
     )  # fmt: skip
 
 

@@ -21,7 +21,17 @@ from ops.installation import Installation, need_data, session_file
 from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, OtherFormat
-from tiers.export import Manifest, Opened, Slice, check_exported, export_session, find_stored
+from tiers.export import (
+    Manifest,
+    Opened,
+    Slice,
+    check_exported,
+    export_session,
+    find_stored,
+    is_sealed_file,
+    opened_with,
+)
+from tiers.export_seal import ExportKeys, LockedFile
 from tiers.keeper_operations import Operations
 from tiers.keys import Locked
 from tiers.offline import offline_drain, recover, waiting
@@ -30,9 +40,15 @@ from tiers.view import StoreReader
 # ---------------------------------------------------------------- export
 
 
-def run_export(here: Installation, session: str, target: Path, as_json: bool, *, yes: bool) -> None:
-    """Write one session to `target`. Raises OpsError, StateRefused, BadData."""
+def run_export(
+    here: Installation, session: str, target: Path, as_json: bool, *, yes: bool, keys: ExportKeys, plain: bool
+) -> None:
+    """Write one session to `target`. Raises OpsError, StateRefused, BadData.
+
+    keys   what it is encrypted with, if anything; plain: not at all, though its tenant has a key
+    """
     need_data(here)
+    keys = ExportKeys() if plain else keys
     if target.exists():
         confirm(f"{target} exists. Replace it?", yes=yes)
     if not here.drained() and any(waiting(here.paths).values()):
@@ -52,7 +68,7 @@ def run_export(here: Installation, session: str, target: Path, as_json: bool, *,
             _about(here, record, found.root),
         )  # fmt: skip
         with Bar(f"exporting {session}", quiet=as_json) as bar:
-            written, resumed = export_session(store, target, found, manifest, tokens, bar)
+            written, resumed = export_session(store, target, found, manifest, tokens, bar, keys)
     except Locked as error:
         raise StateRefused(str(error)) from error
     except BadBlock as error:
@@ -61,13 +77,15 @@ def run_export(here: Installation, session: str, target: Path, as_json: bool, *,
         store.close()
     row = {
         "session": session, "path": str(target), "bytes": written, "tokens": len(tokens), "position": found.position,
-        "root": found.root.hex(), "resumed_records": resumed,
+        "root": found.root.hex(), "resumed_records": resumed, "encrypted": is_sealed_file(target),
     }  # fmt: skip
     if as_json:
         print_json(row)
         return
     rest = len(tokens) - found.position
-    click.echo(f"{session}: {len(tokens)} tokens, state of {found.position}, {size(written)} in {target}")
+    secret = ", encrypted" if row["encrypted"] else ""
+    what = f"{len(tokens)} tokens, state of {found.position}, {size(written)} in {target}{secret}"
+    click.echo(f"{session}: {what}")
     if resumed:
         click.echo(f"{resumed} records were there from an export that was interrupted")
     if rest > 1:  # the last token of an answer is never fed to the model
@@ -96,10 +114,10 @@ def _about(here: Installation, record: SessionRecord, root: bytes) -> dict[str, 
 
 def run_import(
     here: Installation, source: Path, as_json: bool, *, name: str, namespace: str, replace: bool, any_model: bool,
-    yes: bool, dry_run: bool,
+    yes: bool, dry_run: bool, keys: ExportKeys,
 ) -> None:  # fmt: skip
     """Take one session from `source`. Raises BadData (damaged), ModelError (another model), StateRefused (the name is taken)."""
-    opened = _checked(source, as_json)
+    opened = _checked(source, as_json, keys)
     m = opened.manifest
     session, namespace = name or m.session, namespace or m.namespace
     note = _check_model(here, opened, any_model)
@@ -111,7 +129,7 @@ def run_import(
     if not dry_run:
         if replace:
             confirm(f"Replace session {session} if it is there?", yes=yes)
-        row |= _put_state(here, source, opened, session, namespace, as_json)
+        row |= _put_state(here, source, session, namespace, as_json, keys)
         _put_record(here, opened, session, namespace, replace)
     if as_json:
         print_json(row)
@@ -124,12 +142,14 @@ def run_import(
         click.echo(note)
 
 
-def _checked(source: Path, as_json: bool) -> Opened:
+def _checked(source: Path, as_json: bool, keys: ExportKeys) -> Opened:
     if not source.is_file():
         raise OpsError(f"there is no file {source}")
     with Bar(f"checking {source.name}", quiet=as_json) as bar:
         try:
-            return check_exported(source, bar)
+            return check_exported(source, bar, keys)
+        except LockedFile as error:
+            raise StateRefused(f"{error}") from error
         except (BadFile, OtherFormat) as error:
             raise BadData(f"{error}") from error
 
@@ -173,19 +193,20 @@ def _check_name(here: Installation, session: str, replace: bool) -> None:
 
 
 def _put_state(
-    here: Installation, source: Path, opened: Opened, session: str, namespace: str, as_json: bool
+    here: Installation, source: Path, session: str, namespace: str, as_json: bool, keys: ExportKeys
 ) -> dict[str, int]:
     """All state of the file, one group commit after another. Interrupted, the next import finds what is there."""
     put = there = 0
     size_bytes = source.stat().st_size
-    path = str(source.resolve())
+    path, sealer = str(source.resolve()), opened_with(source, keys)
+    key = sealer.base.hex() if sealer is not None else ""
     with Bar(f"importing {session}", quiet=as_json) as bar:
         if here.owner:
             here.need_gateway("taking over the session's record")
             step = Slice(0, 0, False, 0, 0)
             while not step.done:
                 answer = keeper_client.import_slice(
-                    here.paths.keeper_socket, path, session, namespace, step.offset, step.index
+                    here.paths.keeper_socket, path, session, namespace, step.offset, step.index, key=key
                 )
                 step = msgspec.convert(answer, Slice)
                 put, there = put + step.blocks_put, there + step.blocks_there
@@ -195,7 +216,7 @@ def _put_state(
             with offline_drain(here.paths, here.config.tiers) as drain:
                 step = Slice(0, 0, False, 0, 0)
                 while not step.done:
-                    request = {"path": path, "session": session, "namespace": namespace}
+                    request = {"path": path, "session": session, "namespace": namespace, "key": key}
                     answer = Operations(drain).import_slice({**request, "offset": step.offset, "index": step.index})
                     step = msgspec.convert(answer["imported"], Slice)
                     put, there = put + step.blocks_put, there + step.blocks_there

@@ -22,7 +22,9 @@ from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.backup import check_backup
 from tiers.errors import BadFile, OtherFormat, TierError
-from tiers.export import check_exported
+from tiers.export import check_exported, read_items
+from tiers.export_seal import ExportKeys, LockedFile
+from tiers.keys import Keyring
 from tiers.offline import owned
 from tiers.paths import Paths
 from tiers.salvage import is_walkable
@@ -164,6 +166,18 @@ def finding_row(finding: Finding) -> dict[str, Any]:
 # ---------------------------------------------------------------- files
 
 
+def _check_export(target: Path, bar: Bar) -> dict[str, Any]:
+    """What an exported file is, all of it read. Of one whose key isn't there the checksums are checked. Raises BadFile, OtherFormat."""
+    row: dict[str, Any] = {"path": str(target), "kind": "export", "bytes": target.stat().st_size}
+    try:
+        m = check_exported(target, bar, ExportKeys(Keyring.from_environment())).manifest
+    except LockedFile as error:
+        for item in read_items(target):
+            bar(item.offset_after, row["bytes"])
+        return {**row, "session": None, "tokens": None, "locked": str(error)}
+    return {**row, "session": m.session, "tokens": m.position, "locked": None}
+
+
 def run_on(target: Path, as_json: bool) -> None:
     """Check an exported file or a backup. Raises BadData, OpsError."""
     if not target.exists():
@@ -179,20 +193,15 @@ def run_on(target: Path, as_json: bool) -> None:
                     "bytes": manifest.total_bytes,
                 }
             else:
-                m, wrong = check_exported(target, bar).manifest, []
-                row = {
-                    "path": str(target),
-                    "kind": "export",
-                    "session": m.session,
-                    "tokens": m.position,
-                    "bytes": target.stat().st_size,
-                }
+                row, wrong = _check_export(target, bar), []
         except (BadFile, OtherFormat) as error:
             row, wrong = {"path": str(target)}, [str(error)]
     if as_json:
         print_json({"ok": not wrong, **row, "findings": wrong})
     elif not wrong:
         click.echo(f"{target}: {row['kind']} is whole, {size(row['bytes'])}")
+        if row.get("locked"):
+            click.echo(f"only its checksums were checked: {row['locked']}")
     for text in wrong if not as_json else ():
         click.echo(f"bad: {text}")
     sys.stdout.flush()

@@ -21,6 +21,8 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_128
 
 from tiers.errors import BadBlock, BadFile, OtherFormat
+from tiers.export_seal import MAGIC as SEALED_MAGIC
+from tiers.export_seal import SCRYPT, SEALING_BYTES, ExportKeys, FileSealer, LockedFile, read_header
 from tiers.group import Group
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
 from tiers.track import PointPlace, Sealed, Track
@@ -171,10 +173,15 @@ def _tail_keys(view: View, parent: BlockId, rest: bytes) -> list[tuple[bytes, in
 
 
 class Exporter:
-    """Writes PATH.part, then renames it. A PATH.part of the same manifest is continued after its last whole record."""
+    """Writes PATH.part, then renames it. A PATH.part of the same manifest is continued after its last whole record.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    keys  what seals the file, if anything does; a part that they don't open is begun anew
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, keys: ExportKeys | None = None) -> None:
         self.path = path
+        self._keys = keys or ExportKeys()
+        self._sealer = self._keys.sealer(manifest.namespace)
         self.part = path.with_name(path.name + ".part")
         self.manifest = manifest
         self.resumed_records = 0
@@ -183,21 +190,24 @@ class Exporter:
         self._file = self._open()
 
     def _open(self) -> BinaryIO:
-        whole = len(MAGIC)
+        whole = 0
         kept: list[bytes] = []
-        with contextlib.suppress(FileNotFoundError, BadFile, OtherFormat):
-            for item in read_items(self.part, whole_file=False):
+        with contextlib.suppress(FileNotFoundError, BadFile, OtherFormat, LockedFile):
+            sealer = opened_with(self.part, self._keys)
+            for item in read_items(self.part, whole_file=False, keys=self._keys):
+                if not _same_seal(sealer, self._sealer):
+                    break
                 if item.type == END or (item.type == MANIFEST and not self._same(item.payload)):
                     break
                 kept.append(item.checksum)
                 whole = item.offset_after
         if kept:
-            self.resumed_records = len(kept)
+            self.resumed_records, self._sealer = len(kept), sealer
         file = open(os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
-        file.truncate(whole if kept else 0)
-        file.seek(0)
-        file.write(MAGIC)
-        file.seek(whole)
+        file.truncate(whole)
+        if not kept:
+            file.write(MAGIC if self._sealer is None else self._sealer.header.data)
+        file.seek(0, os.SEEK_END)
         for checksum in kept:
             self._digest.update(checksum)
         self._index = len(kept)
@@ -213,7 +223,7 @@ class Exporter:
         if index < self._index:
             return
         assert index == self._index, "records are written in order"
-        checksum = write_record(self._file, kind, index, *parts)
+        checksum = write_record(self._file, kind, index, *parts, sealer=self._sealer)
         self._digest.update(checksum)
         self._index += 1
 
@@ -241,10 +251,20 @@ class Exporter:
             self._file.close()
 
 
-def write_record(file: BinaryIO, kind: int, index: int, *parts: Any) -> bytes:
-    """Append one record and return its checksum's bytes."""
-    size = sum(len(memoryview(part).cast("B")) for part in parts)
+def _same_seal(one: FileSealer | None, other: FileSealer | None) -> bool:
+    """Whether what opens a part is what its file was to be sealed with. A passphrase makes another key with each salt."""
+    if one is None or other is None:
+        return one is other
+    there, here = one.header, other.header
+    return there.source == here.source and (there.source == SCRYPT or there.key_id == here.key_id)
+
+
+def write_record(file: BinaryIO, kind: int, index: int, *parts: Any, sealer: FileSealer | None = None) -> bytes:
+    """Append one record, sealed if there is a sealer, and return its checksum's bytes."""
+    size = sum(len(memoryview(part).cast("B")) for part in parts) + (SEALING_BYTES if sealer is not None else 0)
     head = HEADER.pack(RECORD_MAGIC, RECORD_VERSION, kind, index, size, 0)[:CHECKED_HEADER_BYTES]
+    if sealer is not None:
+        parts = (sealer.seal(head, b"".join(parts)),)
     hasher = xxh3_64(head)
     for part in parts:
         hasher.update(part)
@@ -262,12 +282,13 @@ def export_session(
     manifest: Manifest,
     tokens: np.ndarray,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    keys: ExportKeys | None = None,
 ) -> tuple[int, int]:
     """Write one session to `path`; (bytes of the file, records that an interrupted export had written already).
 
     Raises BadBlock (a stored block is damaged: repair first), OSError
     """  # fmt: skip
-    exporter = Exporter(path, manifest)
+    exporter = Exporter(path, manifest, keys)
     total = found.block_count + 1
     try:
         exporter.write(0, MANIFEST, _encode(manifest))
@@ -318,22 +339,47 @@ def _write_tail(exporter: Exporter, view: View, found: Found) -> int:
 # ---------------------------------------------------------------- read
 
 
-def read_items(path: Path, *, offset: int = 0, index: int = 0, whole_file: bool = True) -> Iterator[Item]:
-    """Records of a file from `offset` (0: its beginning) on, each verified. Raises BadFile, OtherFormat, FileNotFoundError.
+def opened_with(path: Path, keys: ExportKeys) -> FileSealer | None:
+    """What opens a file; None if it is open. Raises LockedFile, BadFile, OtherFormat, FileNotFoundError."""
+    with open(path, "rb") as file:
+        return _begin(file, str(path), keys)
+
+
+def _begin(file: BinaryIO, path: str, keys: ExportKeys | None) -> FileSealer | None:
+    """Read what stands before the first record. keys: None if the payloads are wanted as they are stored."""
+    magic = file.read(len(MAGIC))
+    if magic == SEALED_MAGIC:
+        header = read_header(file, path)
+        return keys.opener(header, path) if keys is not None else None
+    if magic != MAGIC:
+        raise OtherFormat("not an exported session of this version", where=path)
+    return None
+
+
+def is_sealed_file(path: Path) -> bool:
+    """Whether an exported file is encrypted. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        return file.read(len(SEALED_MAGIC)) == SEALED_MAGIC
+
+
+def read_items(
+    path: Path, *, offset: int = 0, index: int = 0, whole_file: bool = True, keys: ExportKeys | None = None
+) -> Iterator[Item]:
+    """Records of a file from `offset` (0: its beginning) on, each verified. Raises BadFile, OtherFormat, LockedFile, FileNotFoundError.
 
     whole_file  the file must end with its END record, and nothing after it; otherwise a torn record just ends the reading
+    keys        what opens an encrypted file; None: its payloads are given as they are stored
     """
     digest = xxh3_128()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if file.read(len(MAGIC)) != MAGIC:
-            raise OtherFormat("not an exported session of this version", where=str(path))
-        at = offset or len(MAGIC)
+        sealer = _begin(file, str(path), keys)
+        at = offset or file.tell()
         file.seek(at)
         last = 0
         while at < size:
             try:
-                item = _read_item(file, at, size, index, str(path))
+                item = _read_item(file, at, size, index, str(path), sealer)
             except BadFile:
                 if whole_file:
                     raise
@@ -350,7 +396,7 @@ def read_items(path: Path, *, offset: int = 0, index: int = 0, whole_file: bool 
         raise BadFile("an exported file isn't whole", where=f"{path} at byte {at}", cause=cause)
 
 
-def _read_item(file: BinaryIO, at: int, size: int, index: int, path: str) -> Item:
+def _read_item(file: BinaryIO, at: int, size: int, index: int, path: str, sealer: FileSealer | None) -> Item:
     where = f"{path} at byte {at}"
     head = file.read(HEADER.size)
     if len(head) < HEADER.size:
@@ -365,7 +411,10 @@ def _read_item(file: BinaryIO, at: int, size: int, index: int, path: str) -> Ite
         raise BadFile("a record's checksum is wrong", where=where)
     if version != RECORD_VERSION:
         raise OtherFormat(f"a record of version {version}", where=where)
-    return Item(kind, memoryview(payload), head[CHECKED_HEADER_BYTES:], at + HEADER.size + length)
+    after = at + HEADER.size + length
+    if sealer is not None and kind != END:
+        payload = sealer.open(head[:CHECKED_HEADER_BYTES], payload, where)
+    return Item(kind, memoryview(payload), head[CHECKED_HEADER_BYTES:], after)
 
 
 def _check_end(item: Item, index: int, digest: xxh3_128, path: str) -> None:
@@ -392,9 +441,9 @@ class Opened:
     digest: bytes
 
 
-def open_exported(path: Path) -> Opened:
-    """Read manifest and tokens. Raises BadFile, OtherFormat, FileNotFoundError."""
-    items = read_items(path)
+def open_exported(path: Path, keys: ExportKeys | None = None) -> Opened:
+    """Read manifest and tokens. Raises BadFile, OtherFormat, LockedFile, FileNotFoundError."""
+    items = read_items(path, keys=keys or ExportKeys())
     try:
         first, second = next(items), next(items)
     except StopIteration as error:
@@ -407,11 +456,13 @@ def open_exported(path: Path) -> Opened:
     return Opened(manifest, bytes(second.payload), second.offset_after, first.checksum)
 
 
-def check_exported(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Opened:
-    """Read the whole file, every checksum. Raises BadFile, OtherFormat, FileNotFoundError."""
-    opened = open_exported(path)
+def check_exported(
+    path: Path, progress: Callable[[int, int], None] = lambda done, total: None, keys: ExportKeys | None = None
+) -> Opened:
+    """Read the whole file, every checksum. Raises BadFile, OtherFormat, LockedFile, FileNotFoundError."""
+    opened = open_exported(path, keys)
     size, position, points = path.stat().st_size, 0, 0
-    for item in read_items(path):
+    for item in read_items(path, keys=keys or ExportKeys()):
         if item.type in (BLOCK, TAIL):
             start, count, groups, _ = STATE.unpack_from(item.payload)
             expected = opened.manifest.shape.frame_bytes(count, groups)
@@ -446,7 +497,7 @@ def import_sequence(opened: Opened, session: str, namespace: str) -> SequenceId:
 
 def import_slice(
     group: Group, path: Path, *, session: str, namespace: str, offset: int = 0, index: int = 0,
-    limit_bytes: int = 8 << 20, named: set[bytes] | None = None,
+    limit_bytes: int = 8 << 20, named: set[bytes] | None = None, keys: ExportKeys | None = None,
 ) -> Slice:  # fmt: skip
     """Put the next state of an exported file into a group commit, about `limit_bytes` of it. Raises BadFile, OtherFormat.
 
@@ -454,7 +505,8 @@ def import_slice(
 
     named  while blocks are being collected: takes the ids that the file names, which are not to be freed
     """
-    opened = open_exported(path)
+    keys = keys or ExportKeys()
+    opened = open_exported(path, keys)
     m = opened.manifest
     group.put_root(m.root, RootInfo(m.layout, m.block_tokens, m.state_bytes))
     group.put_tenant(RootId(m.root), namespace)
@@ -465,7 +517,7 @@ def import_slice(
     if not offset:
         offset, index = opened.offset, 2
     size, put, there, done = 0, 0, 0, False
-    for item in read_items(path, offset=offset, index=index):
+    for item in read_items(path, offset=offset, index=index, keys=keys):
         if item.type == END:
             done = True
             break

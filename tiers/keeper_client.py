@@ -120,9 +120,14 @@ def import_slice(
     offset: int,
     index: int,
     *,
+    key: str = "",
     timeout_s: float = 60.0,
 ) -> Answer:
-    """Have the keeper put the next state of an exported file into the store; a `tiers.export.Slice`. Raises KeeperAway, StoreFailed."""
+    """Have the keeper put the next state of an exported file into the store; a `tiers.export.Slice`.
+
+    key  opens an encrypted file, hex; the socket is this user's alone
+    Raises KeeperAway, StoreFailed
+    """
     request = {
         "op": "import",
         "path": file,
@@ -130,6 +135,7 @@ def import_slice(
         "namespace": namespace,
         "offset": offset,
         "index": index,
+        "key": key,
     }
     return _ask(path, request, timeout_s)["imported"]
 

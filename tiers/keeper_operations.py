@@ -22,6 +22,7 @@ from tiers.compaction import key_of, make_base, sequences_of, session_uses
 from tiers.drain import Drain
 from tiers.errors import BadBlock
 from tiers.export import find_under, import_slice
+from tiers.export_seal import ExportKeys
 from tiers.group import Group
 from tiers.keys import Locked
 from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
@@ -74,11 +75,16 @@ class Operations:
         return {"blocks": blocks, "tails": tails, "points": points, "sequences": sequences}
 
     def import_slice(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One group commit of an exported file on this machine: {path, session, namespace, offset, index}. Raises BadFile, StoreFailed."""
+        """One group commit of an exported file on this machine: {path, session, namespace, offset, index, key}.
+
+        Raises BadFile, LockedFile, StoreFailed
+        """
+        key = bytes.fromhex(request["key"]) if request.get("key") else None
         with self._drain.store().group() as group:
             done = import_slice(
                 group, Path(request["path"]), session=request["session"], namespace=request["namespace"],
                 offset=request.get("offset", 0), index=request.get("index", 0), named=self._drain.named,
+                keys=ExportKeys(key=key),
             )  # fmt: skip
         self._drain.owe_sync()
         if done.done:

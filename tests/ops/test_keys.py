@@ -10,8 +10,11 @@ import pytest
 from ops.processes import child_environment
 from tests.ops.conftest import TOKENS, Place
 from tests.ops.test_compaction import close
-from tests.tiers.sample import some_tokens
-from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
+from tests.tiers.sample import rows, some_tokens
+from tiers.export import opened_with
+from tiers.export_seal import ExportKeys, LockedFile
+from tiers.keeper_operations import Operations
+from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE, Keyring
 
 KEY = f"default = {'ab' * 32}"
 
@@ -37,7 +40,63 @@ def test_with_its_key_everything_is_as_ever(sealed: Place, places: Callable[[str
     taken = sealed.json("import", str(tmp_path / "f"), "--as", "copy")
     assert taken["position"] == 43
     other = places("other")
-    assert other.json("import", str(tmp_path / "f"))["position"] == 43, "the file itself is not sealed"
+    assert "id " in other.refused(5, "import", str(tmp_path / "f")), "the file is encrypted with the tenant's key"
+    other.environment[KEYS_VARIABLE] = KEY
+    assert other.json("import", str(tmp_path / "f"))["position"] == 43
+
+
+def test_an_exported_file_holds_nothing_that_can_be_read(sealed: Place, tmp_path: Path) -> None:
+    file, plain = tmp_path / "f", tmp_path / "plain"
+    assert sealed.json("export", "chat", "-o", str(file))["encrypted"]
+    assert not sealed.json("export", "chat", "-o", str(plain), "--plain")["encrypted"]
+    whats = [TOKENS[:4].astype("<i4").tobytes(), rows(0, TOKENS[:8])[:16].tobytes(), b"chat"]
+    assert [what in plain.read_bytes() for what in whats] == [True] * 3
+    assert not any(what in file.read_bytes() for what in whats)
+    assert sealed.json("verify", str(file))["session"] == "chat"
+    assert sealed.json("inspect", str(file))["export"]["tokens"] == 43
+
+
+def test_a_passphrase_or_a_key_file_instead(
+    sealed: Place, places: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, other_words, key = tmp_path / "words", tmp_path / "other", tmp_path / "key"
+    words.write_text("correct horse\n")
+    other_words.write_text("battery staple\n")
+    key.write_text("cd" * 32 + "\n")
+    by = {"words": ("--passphrase-file", str(words)), "key": ("--key-file", str(key))}
+    for name, flags in by.items():
+        assert sealed.json("export", "chat", "-o", f"{tmp_path}/{name}.f", *flags)["encrypted"]
+    forget(sealed, monkeypatch)
+    for name, flags in by.items():
+        place, file = places(f"to-{name}"), f"{tmp_path}/{name}.f"
+        assert place.json("verify", file)["locked"]
+        assert "--passphrase-file" in place.refused(5, "import", file)
+        assert place.json("import", file, *flags)["position"] == 43
+        assert place.world.restorable(TOKENS) == 43
+    assert "another passphrase" in place.refused(
+        5, "import", f"{tmp_path}/words.f", "--passphrase-file", str(other_words)
+    )
+    assert place.run("export", "chat", "--plain", "--key-file", str(key)).exit_code == 2
+    key.write_text("12")
+    assert "64 hex" in place.refused(5, "import", f"{tmp_path}/key.f", "--key-file", str(key))
+    assert "can't be read" in place.refused(5, "import", f"{tmp_path}/key.f", "--key-file", "/nowhere")
+
+
+def test_an_encrypted_file_is_imported_by_a_running_keeper(
+    sealed: Place, places: Callable[[str], Place], tmp_path: Path
+) -> None:
+    """The command hands the file's key to the keeper, which may not have it."""
+    file = tmp_path / "f"
+    sealed.json("export", "chat", "-o", str(file))
+    target = places("target").world.drained()
+    sealer = opened_with(file, ExportKeys(Keyring.parse(KEY, "")))
+    assert sealer is not None
+    request = {"path": str(file), "session": "chat", "namespace": "other"}
+    with pytest.raises(LockedFile):
+        Operations(target).import_slice(request)
+    done = Operations(target).import_slice({**request, "key": sealer.base.hex()})["imported"]
+    assert done["done"] and done["blocks_put"] == 6
+    target.close()
 
 
 def test_without_its_key_nothing_is_shown_and_nothing_is_dropped(
