@@ -7,6 +7,7 @@ that is set can't work). Runs in the command's process; imports no torch.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
 import resource
@@ -288,6 +289,30 @@ def cuda(config: Config) -> Check:
     return Check("CUDA", "ok", found)
 
 
+def handlers(config: Config) -> Check:
+    """What an engine on a GPU captures with: CuPy, and a processor that the persistent executor can be driven from."""
+    launch, machine = config.engine.capture_launch, platform.machine()
+    if not (config.engine.device.startswith("cuda") or _cuda_count() > 0):
+        return Check("capture on a GPU", "ok", "no GPU is used")
+    if launch == "copy":
+        return Check("capture on a GPU", "ok", "by the framework's copies, as engine.capture_launch says")
+    if importlib.util.find_spec("cupy") is None:
+        advice = "the framework copies rows, a group at a time; `pip install 'concordia[cuda]'` (CUDA 13: cupy-cuda13x) brings handlers"
+        return Check("capture on a GPU", "advice", "CuPy is not installed", advice)
+    if machine not in ("x86_64", "AMD64"):
+        found = f"by handlers, without the persistent executor on {machine}"
+        why = "its ring is published by stores in program order, which only x86-64 keeps"
+        if launch == "executor":
+            return Check(
+                "capture on a GPU",
+                "problem",
+                found,
+                f"engine.capture_launch is executor: {why}; set auto, stream or graph",
+            )
+        return Check("capture on a GPU", "ok", f"{found} ({why})")
+    return Check("capture on a GPU", "ok", f"by handlers, launched by {launch}")
+
+
 def _cuda_count() -> int:
     """Devices; -1 without a driver."""
     try:
@@ -312,6 +337,7 @@ def cores(config: Config) -> Check:
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (
     kernel, cores, memory, shared_memory, huge_pages, memlock, dax_devices, disk_room, disk_sync, map_size, open_files, socket_paths, cuda,
+    handlers,
 )  # fmt: skip
 
 

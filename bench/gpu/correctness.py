@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.gpu.lab import Row
 from bench.report import ROOT
+from engine.capture.executor import unsupported
 from engine.capture.handlers import RowRange
 from engine.capture.regions import memory_of
 from engine.capture.source import RowGroup, RowShape, StatePart, StateShape
@@ -29,6 +30,8 @@ def check(limit_s: float) -> list[Row]:
     """Run all checks, all within `limit_s`; the value is 1 where a check passed."""
     deadline = time.monotonic() + limit_s
     rows = [_run(case, command, deadline) for case, command in commands()]
+    if reason := unsupported():
+        rows.append(Row("correctness", "executor", 0.0, "", note=reason[:100]))
     if not shutil.which("compute-sanitizer"):
         rows.append(Row("correctness", "compute-sanitizer", 0.0, "", note="not installed, so not run"))
     return rows
@@ -37,10 +40,9 @@ def check(limit_s: float) -> list[Row]:
 def commands() -> list[tuple[str, list[str]]]:
     """Every check that can be run here, by name."""
     contract = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/engine", "-p", "no:cacheprovider"]
-    found = [
-        ("device contract (pytest -m gpu)", contract),
-        ("executor runs operators of other modules", _own("executor")),
-    ]
+    found = [("device contract (pytest -m gpu)", contract)]
+    if not unsupported():
+        found.append(("executor runs operators of other modules", _own("executor")))
     if shutil.which("compute-sanitizer"):
         options = ["--error-exitcode=9", "--target-processes=all"]
         found += [

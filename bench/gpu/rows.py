@@ -18,7 +18,7 @@ import torch
 from bench.gpu.lab import Lab, Row, gigabytes
 from engine.capture import source
 from engine.capture.driver import Buffer, Module
-from engine.capture.executor import Executor, ExecutorOptions
+from engine.capture.executor import Executor, ExecutorOptions, unsupported
 from engine.capture.launch import ExecutorLaunch, GraphLaunch, Launcher, SideStream
 from engine.capture.source import RowShape
 from engine.capture.specialisations import attention_rows
@@ -82,6 +82,8 @@ def _added(lab: Lab) -> list[Row]:
         "graph": lambda: GraphLaunch(lab.driver),
         "executor": lambda: ExecutorLaunch(Executor(lab.driver, ExecutorOptions(lease_ms=50, idle_us=20_000))),
     }
+    if unsupported():
+        del ways["executor"]
     rows = [
         Row("rows", "added to a step inside its graph", inside * 1e6, "us", without * 1e6, inside / without, "<= 0.01")
     ]

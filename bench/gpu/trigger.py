@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.lab import Lab, Row
 from engine.capture import source
-from engine.capture.executor import NOTHING, Executor, ExecutorOptions
+from engine.capture.executor import NOTHING, Executor, ExecutorOptions, unsupported
 from engine.capture.launch import GraphLaunch, SideStream
 from engine.capture.source import StatePart, StateShape
 
@@ -22,6 +22,8 @@ _ROUNDS = 200
 def measure(lab: Lab) -> list[Row]:
     """Round trips, then the effect on others."""
     rounds = 20 if lab.quick else _ROUNDS
+    if reason := unsupported():
+        return [Row("trigger", "executor", 0.0, "", note=reason[:100])]
     executor = Executor(lab.driver, ExecutorOptions(lease_ms=200, idle_us=100_000, poll_ns=100))
     try:
         ring = lab.host_median_s(lambda: executor.submit(NOTHING, ()).wait(), rounds=rounds)

@@ -19,7 +19,7 @@ from engine.arena import Arena, Slot
 from engine.capture.device_restore import DeviceRestore
 from engine.capture.driver import Buffer, Driver
 from engine.capture.errors import CaptureError
-from engine.capture.executor import Executor
+from engine.capture.executor import Executor, unsupported
 from engine.capture.handlers import RowRange
 from engine.capture.kernel_device import RANGES_A_LAUNCH, KernelDevice, KernelRows
 from engine.capture.launch import ExecutorLaunch, GraphLaunch, LaunchCost, Launcher, SideStream, choose, measure
@@ -232,7 +232,8 @@ def build(arena: Arena, driver: Driver, way: str, proven: Path | None = None, *,
     shape = shape_of(arena)
     if way != "auto":
         return _made(arena, driver, _WAYS[way](driver), shape, [])
-    names = ["stream", "graph", *(["executor"] if proven is not None and proven.exists() else [])]
+    executor = proven is not None and proven.exists() and not unsupported()
+    names = ["stream", "graph", *(["executor"] if executor else [])]
     launchers = {name: _WAYS[name](driver) for name in names}
     chosen, costs = _measured(arena, driver, launchers, shape)
     if in_steps and not next(cost.failed for cost in costs if cost.name == "graph"):

@@ -56,6 +56,14 @@ class ExecutorOptions:
     poll_ns: int = 200
 
 
+def unsupported() -> str:
+    """Why this machine can have no executor; "" if it can."""
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        return ""
+    return f"the executor's ring is published by stores in program order, which {machine} does not keep; launch by stream or graph"
+
+
 class TaskTicket:
     """One task of the ring."""
 
@@ -89,10 +97,8 @@ class Executor:
     """One persistent executor on one device."""
 
     def __init__(self, driver: Driver, options: ExecutorOptions | None = None) -> None:
-        if platform.machine() not in ("x86_64", "AMD64"):
-            raise CaptureError(
-                f"the executor's ring needs stores in program order; {platform.machine()} does not keep it"
-            )
+        if reason := unsupported():
+            raise CaptureError(reason)
         self.options = options or ExecutorOptions()
         assert self.options.capacity & (self.options.capacity - 1) == 0, "capacity is a power of two"
         self._driver = driver

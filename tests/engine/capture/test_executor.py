@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from engine.capture import executor as executor_module
 from engine.capture import source
 from engine.capture.errors import CaptureError, ExecutorStuck, RingFull
 from engine.capture.executor import NOTHING, Executor, ExecutorOptions
@@ -215,6 +216,40 @@ def test_one_that_does_not_leave_is_given_up(shim_driver: ShimDriver, monkeypatc
     assert executor.stuck
     with pytest.raises(ExecutorStuck):
         executor.submit(NOTHING, ())
+
+
+def test_what_a_stuck_one_uses_is_never_freed(shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(executor_module, "_kept_for_ever", kept)
+    executor = Executor(shim_driver, ExecutorOptions(capacity=8, threads=64, lease_ms=20, idle_us=10_000))
+    operator = shim_driver.load(source.snapshotter(COPY))
+    executor.install(operator)
+    executor._give_up()
+    for used in (executor._control, executor._ring, executor._table, executor._module, operator):
+        assert any(known is used for known in kept), "to free it would wait for the block"
+    executor.stuck = False
+    executor.close()
+
+
+def test_nobody_starts_it_again_while_it_is_stopped(shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(shim_driver, ExecutorOptions(capacity=8, threads=64, lease_ms=60_000, idle_us=6e7))
+    executor.submit(NOTHING, ()).wait()
+    seen: list[bool] = []
+    whole = Executor.running.fget
+    assert whole is not None
+
+    def running(self: Executor) -> bool:
+        if self._control_words[0] and not seen:  # a stop was asked for, and is being waited for
+            other = threading.Thread(target=lambda: seen.append(self._lock.acquire(blocking=False)))
+            other.start()
+            other.join(30)
+        return bool(whole(self))
+
+    monkeypatch.setattr(Executor, "running", property(running))
+    executor.stop()
+    assert seen == [False], "the watchdog's `tend` waits until the block has left"
+    monkeypatch.undo()
+    executor.close()
 
 
 def test_a_fork_finds_it_stopped_and_the_child_cannot_use_it(shim_driver: ShimDriver) -> None:

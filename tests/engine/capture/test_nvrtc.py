@@ -119,3 +119,19 @@ def test_equal_shapes_have_equal_sources_and_others_have_not() -> None:
     assert source.page_scanner(shape).digest == source.page_scanner(source.PageShape(4096, 1 << 20)).digest
     assert source.page_scanner(shape).digest != source.page_scanner(source.PageShape(4096, 2 << 20)).digest
     assert source.page_scanner(shape).digest != source.page_applier(shape).digest
+
+
+def test_the_compiler_tells_what_it_knows() -> None:
+    known = library(12).supported()
+    assert {80, 90, 100, 120} <= set(known) and known == sorted(known)
+
+
+def test_a_device_that_the_compiler_does_not_know_gets_what_it_can_run() -> None:
+    known = [75, 80, 86, 90, 100, 120]
+    assert nvrtc.target_for(90, known) == "sm_90"
+    assert nvrtc.target_for(89, known) == "sm_86", "machine code of the same family"
+    assert nvrtc.target_for(121, known) == "sm_120"
+    assert nvrtc.target_for(110, known) == "compute_100", "another family: the driver assembles"
+    assert nvrtc.target_for(200, known) == "compute_120"
+    with pytest.raises(NoCompiler, match="sm_75 and later"):
+        nvrtc.target_for(70, known)

@@ -1,0 +1,45 @@
+"""What `concordia doctor` says of capture on a GPU, whatever machine the test runs on."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops import config as configuration
+from ops import doctor
+from ops.config import Config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return configuration.load({"data_dir": str(tmp_path)}, environment={})
+
+
+def with_engine(config: Config, **options: Any) -> Config:
+    return replace(config, engine=replace(config.engine, **options))
+
+
+@pytest.mark.parametrize(
+    ("devices", "cupy", "machine", "launch", "level", "word"),
+    [
+        (0, False, "x86_64", "auto", "ok", "no GPU"),
+        (1, False, "x86_64", "auto", "advice", "not installed"),
+        (1, True, "x86_64", "auto", "ok", "by handlers, launched by auto"),
+        (1, True, "x86_64", "copy", "ok", "copies"),
+        (1, True, "aarch64", "auto", "ok", "without the persistent executor on aarch64"),
+        (1, True, "aarch64", "executor", "problem", "without the persistent executor"),
+    ],
+)
+def test_capture_on_a_gpu(
+    config: Config, monkeypatch: pytest.MonkeyPatch, devices: int, cupy: bool, machine: str, launch: str, level: str, word: str
+) -> None:  # fmt: skip
+    monkeypatch.setattr(doctor, "_cuda_count", lambda: devices)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    found = doctor.handlers(with_engine(config, capture_launch=launch))
+    assert (found.level, word in found.found) == (level, True), found
+    assert bool(found.advice) == (level != "ok")
