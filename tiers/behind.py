@@ -33,7 +33,7 @@ class Behind:
             self._is_started = True
             threading.Thread(target=self._run, name="lane-behind", daemon=True).start()
         self._work.append(work)
-        self._given.release()
+        self._wake()
 
     def wait(self) -> BaseException | None:
         """Until what was started last is done, by this thread if the other hasn't begun; the error that ended it, if one did."""
@@ -51,6 +51,11 @@ class Behind:
         """Let the thread end; after `wait`."""
         if self._is_started:
             self._is_ending = True
+            self._wake()
+
+    def _wake(self) -> None:
+        """Only this side releases: if it is unlocked, the other one is yet to take it, and looks for work after that."""
+        if self._given.locked():
             self._given.release()
 
     def _do(self, work: Work) -> None:

@@ -103,9 +103,14 @@ def sync_file(path: Path) -> None:
 def identity(path: Path) -> tuple[int, int]:
     """Inodes of data and lock file: who has others open looks at something that has no name any more. Raises FileNotFoundError.
 
-    With another lock file than the writer's a reader's snapshot isn't heard of, and its pages are used again under it.
+    With another lock file than the writer's a reader's snapshot isn't heard of, and its pages are used again under it. 0: there is none,
+    as for a moment while a file is switched.
     """
-    return os.stat(path / "data.mdb").st_ino, os.stat(path / "lock.mdb").st_ino
+    data = os.stat(path / "data.mdb").st_ino
+    try:
+        return data, os.stat(path / "lock.mdb").st_ino
+    except FileNotFoundError:
+        return data, 0
 
 
 def boot_id() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,6 +121,28 @@ def test_killed_in_the_thread_leaves_only_whole_records(place: str, left: int, w
     assert append_rows(lane, "a", left, some_tokens(LARGE, left)) == left
     lane.settle()
     assert len(keeper.records(0)) == left + 1
+
+
+def test_work_is_done_once_and_in_order_whoever_does_it() -> None:
+    """The two threads meet at every instruction, sooner or later."""
+    behind, done, by, interval = Behind(), list[int](), set[str](), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def work(lap: int) -> None:
+        done.append(lap)
+        by.add(threading.current_thread().name)
+
+    try:
+        for lap in range(20_000):
+            behind.start(partial(work, lap))
+            for _ in range(lap % 7):
+                pass
+            assert behind.wait() is None
+            assert len(done) == lap + 1
+    finally:
+        sys.setswitchinterval(interval)
+    behind.end()
+    assert done == list(range(20_000)) and len(by) == 2
 
 
 def test_closing_waits_for_what_is_being_published(world: World) -> None:
