@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine import attention
 from engine.arena import LayerShape
 from engine.errors import UnsupportedModel
 from engine.linear import pack_linear_layers
+from engine.norms import join_norms
 from engine.scan import continue_scans
 from engine.settings import EngineSettings
 from engine.states import StateShape
@@ -135,8 +137,6 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     dtype = _dtype(settings.dtype, device, config)
     module, own_attention = _load_weights(directory, name, dtype)
     module = module.to(device).eval()
-    if device.type == "cpu" and dtype == torch.float32:
-        pack_linear_layers(module)
     continue_scans(module)
     parameters = inspect.signature(module.base_model.forward).parameters
     model = Model(
@@ -156,6 +156,9 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     if model.own_attention:
         module.set_attn_implementation(attention.NAME)
     model.layers, model.states = _probe(model)
+    if device.type == "cpu" and dtype == torch.float32:
+        join_norms(module)
+        pack_linear_layers(module, partial(_probe, model))
     _refuse_unseen_windows(model)
     return model
 

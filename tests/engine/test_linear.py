@@ -13,7 +13,8 @@ def packed(out: int, inside: int, *, bias: bool) -> tuple[torch.nn.Linear, torch
     layer = torch.nn.Linear(inside, out, bias=bias).eval()
     inputs = torch.randn(16, inside)
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias)
-    assert linear.pack_linear_layers(torch.nn.Sequential(layer))
+    module = torch.nn.Sequential(layer)
+    assert linear.pack_linear_layers(module, lambda: module(inputs))
     assert torch.allclose(layer(inputs), expected, atol=1e-4)
     return layer, inputs
 
@@ -41,3 +42,53 @@ def test_a_shape_with_another_kernel_for_few_rows_is_padded(monkeypatch: pytest.
     with torch.inference_mode():
         assert torch.equal(layer(inputs[:1]), layer(inputs)[:1])
     assert seen[-2:] == [3, 16]
+
+
+class Projections(torch.nn.Module):
+    """Two layers that share their inputs, and one that may not; `between` is done to the inputs after the first."""
+
+    def __init__(self, between: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.query, self.key, self.out = (torch.nn.Linear(64, size, bias=size == 32) for size in (96, 32, 64))
+        self.between = between
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        query = self.query(inputs)
+        if self.between == "changed":
+            inputs.mul_(2)
+        if self.between == "called twice":
+            query = query + self.query(inputs)
+        key = self.key(inputs)
+        return self.out(torch.tanh(query[..., :64])) + torch.cat([key, key], dim=-1)
+
+
+@pytest.mark.parametrize("between", ["", "changed", "called twice"])
+def test_layers_that_share_their_inputs_are_one_product(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = Projections(between).eval(), torch.randn(5, 64)
+    with torch.inference_mode():
+        expected = module(inputs.clone())
+        assert linear.pack_linear_layers(module, lambda: module(inputs.clone()))
+        product, calls = torch.ops.mkldnn._linear_pointwise, list[int]()
+
+        def counted(*arguments: object) -> torch.Tensor:
+            calls.append(1)
+            out: torch.Tensor = product(*arguments)
+            return out
+
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", counted)
+        for rows in (5, 1, 5):
+            given = inputs[:rows].clone()
+            assert torch.allclose(module(given), expected[:rows], atol=1e-4)
+    assert len(calls) == 3 * {"": 2, "changed": 3, "called twice": 4}[between]
+
+
+def test_another_tensor_is_never_given_the_kept_product() -> None:
+    module = Projections().eval()
+    with torch.inference_mode():
+        linear.pack_linear_layers(module, lambda: module(torch.randn(2, 64)))
+        first, second = torch.randn(2, 64), torch.randn(2, 64)
+        module.query(first)
+        assert torch.allclose(
+            module.key(second), torch.nn.functional.linear(second, module.key.weight, module.key.bias), atol=1e-4
+        )
