@@ -16,11 +16,11 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub:
-    """Serves one repository from a directory. `cut_at`: bytes of a weight file after which the connection ends, once."""
+    """Serves one repository from a directory. `cuts`: bytes of a file after which the connection ends, once."""
 
     def __init__(self, repo: str, directory: Path) -> None:
         self.repo, self.directory = repo, directory
-        self.cut_at: int | None = None
+        self.cuts: dict[str, int] = {}
         self.gated = False
         self.ranges: list[str] = []
         hub = self
@@ -81,9 +81,8 @@ class Hub:
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             _send(to, 206, content[start:], headers)
-        elif body and self.cut_at is not None and name.endswith(".safetensors"):
-            cut, self.cut_at = self.cut_at, None
-            _send(to, 200, content, headers, stop_at=cut)
+        elif body and name in self.cuts:
+            _send(to, 200, content, headers, stop_at=self.cuts.pop(name))
         else:
             _send(to, 200, content, headers, body=body)
 
