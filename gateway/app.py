@@ -42,10 +42,12 @@ from gateway.durability import Durability
 from gateway.errors import ApiError
 from gateway.host_link import HostLink
 from gateway.journal_sync import JournalSync
+from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable
 from gateway.tokenizer import load_tokenizer, read_model_facts
+from tiers.keys import BadKeys, Keyring
 
 log = structlog.get_logger()
 
@@ -129,12 +131,13 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     facts = read_model_facts(config.model_dir)
     tiers = config.tiers
     journals = JournalSync(config.paths.journal_dir, durability=tiers.durability, interval_ms=tiers.sync_interval_ms)
-    table = StreamTable(config.paths.journal_dir, codec, journals.written)
-    sessions = SessionTable(config.paths.sessions)
+    sealing = _sealing()
+    table = StreamTable(config.paths.journal_dir, codec, journals.written, sealing)
+    sessions = SessionTable(config.paths.sessions, sealing)
     host = HostLink(config.paths.host_socket, identity)
     dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
     host.on_news = dispatcher.on_host_news
-    groups = GroupTable(config.paths.journal_dir, table, journals.written)
+    groups = GroupTable(config.paths.journal_dir, table, journals.written, sealing)
     adapters = AdapterTable(config.paths.data_dir / "adapters")
     dispatcher.adapter_directory = adapters.directory
     _name_adapters(config, adapters)
@@ -190,6 +193,14 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         started_at=time.time(),
     )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))
+
+
+def _sealing() -> Sealing:
+    """What this process was given keys for. Raises Refused."""
+    try:
+        return Sealing(Keyring.from_environment())
+    except BadKeys as error:
+        raise Refused(str(error)) from error
 
 
 def _name_adapters(config: GatewayConfig, adapters: AdapterTable) -> None:

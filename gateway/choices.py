@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import msgspec
 import structlog
 
 from gateway import journal as j
+from gateway.sealing import Seal, Sealing
 from gateway.sse import EventForm
 from gateway.streams import Reader, Stream, StreamTable
+from tiers.keys import Locked
 
 log = structlog.get_logger()
 
@@ -183,7 +185,10 @@ def _mean_logprob(stream: Stream) -> float:
 class GroupTable:
     """All groups of this gateway. Journals: DATA/journal/<group>.group, beside those of the choices."""
 
-    def __init__(self, directory: Path, table: StreamTable, written: j.Written = j.untold) -> None:
+    def __init__(
+        self, directory: Path, table: StreamTable, written: j.Written = j.untold, sealing: Sealing | None = None
+    ) -> None:
+        self._sealing = sealing or Sealing()
         self._directory = directory
         self._table = table
         self._written = written
@@ -192,7 +197,7 @@ class GroupTable:
 
     def open(self, spec: j.GroupSpec, streams: list[Stream]) -> Group:
         """Start a group whose choices are open already."""
-        journal = j.Journal(self._path(spec.group), written=self._written)
+        journal = j.Journal(self._path(spec.group), written=self._written, seal=self._seal(spec, streams))
         journal.append(spec)
         return self._keep(Group(spec, streams, journal))
 
@@ -203,14 +208,18 @@ class GroupTable:
                 self._load_one(path)
 
     def _load_one(self, path: Path) -> None:
-        parts = _read(path)
+        try:
+            parts = _read(path, self._sealing)
+        except Locked as error:  # it stays as it is: the key may come back
+            log.error("resume.group_locked", path=str(path), error=str(error))
+            return
         streams = [self._table.load(stream_id) for stream_id in parts[0].streams] if parts else []
         if parts is None or None in streams:
             log.warning("resume.group_broken", path=str(path), hint="its choices can be read one by one")
             path.rename(path.with_suffix(".bad"))
             return
         spec, orders, good = parts
-        journal = j.Journal(path, good_bytes=good, written=self._written)
+        journal = j.Journal(path, good_bytes=good, written=self._written, seal=self._seal(spec, streams))
         group = Group(spec, [stream for stream in streams if stream], journal)
         for order in orders:
             group.apply(order)
@@ -220,7 +229,10 @@ class GroupTable:
     async def fetch(self, group_id: str) -> Group | None:
         """A group by id: live, ended lately, or read back."""
         group = self.live.get(group_id) or self._recent.get(group_id)
-        parts = None if group else _read(self._path(group_id))
+        try:
+            parts = None if group else _read(self._path(group_id), self._sealing)
+        except Locked:
+            return None
         if parts is None:
             return group
         spec, orders, _ = parts
@@ -279,11 +291,16 @@ class GroupTable:
     def _path(self, group_id: str) -> Path:
         return self._directory / f"{group_id}.group"
 
+    def _seal(self, spec: j.GroupSpec, streams: Sequence[Stream | None]) -> Seal:
+        """A group is its choices' tenant's."""
+        namespaces = [stream.spec.namespace for stream in streams if stream is not None]
+        return self._sealing.of_journal(namespaces[0] if namespaces else "", spec.group)
 
-def _read(path: Path) -> tuple[j.GroupSpec, list[j.Order], int] | None:
-    """The records of a group's journal, and how many bytes of it are whole."""
+
+def _read(path: Path, sealing: Sealing) -> tuple[j.GroupSpec, list[j.Order], int] | None:
+    """The records of a group's journal, and how many bytes of it are whole. Raises Locked."""
     try:
-        records = list(j.read_records(path.read_bytes()))
+        records = list(j.read_records(path.read_bytes(), sealing.opens_journal(path.stem)))
     except FileNotFoundError:
         return None
     if not records or not isinstance(records[0][0], j.GroupSpec):

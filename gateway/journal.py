@@ -6,6 +6,7 @@ A torn tail is the end of the journal. A full disk never stops a stream: what co
 tried again, and `journal_backlog_bytes` shows it.
 
 Record: 16-byte header (u32 body length, u16 type, u16 magic, u64 xxh3_64 of type and body), then the body in msgpack.
+Bodies of a tenant that has a key are sealed (`gateway/sealing.py`); the checksum is of the sealed body.
 A finished journal ends with one empty record of type CLOSED: 16 constant bytes, so the end of a file tells whether it is live.
 """
 
@@ -23,6 +24,9 @@ import xxhash
 
 from engine.messages import Sampling, TokenLogprobs
 from gateway import metrics
+from gateway.sealing import Seal, as_it_is
+from tiers.errors import BadBlock
+from tiers.keys import Locked
 
 log = structlog.get_logger()
 
@@ -189,9 +193,9 @@ def _frame(number: int, body: bytes) -> bytes:
 CLOSED = _frame(_CLOSED_TYPE, b"")
 
 
-def encode(record: Record) -> bytes:
+def encode(record: Record, seal: Seal = as_it_is) -> bytes:
     """One record as it lies in the file."""
-    return _frame(_NUMBERS[type(record)], _encoder.encode(record))
+    return _frame(_NUMBERS[type(record)], seal(_encoder.encode(record)))
 
 
 Written = Callable[..., None]  # (path, is_new=whether the file was made)
@@ -205,10 +209,14 @@ class Journal:
     """Append end of one file. Single writer; opened again after a restart at the end of its whole records.
 
     written  told after each write
+    seal     what encrypts the records' bodies, if their tenant has a key
     """
 
-    def __init__(self, path: Path, *, good_bytes: int | None = None, written: Written = untold) -> None:
+    def __init__(
+        self, path: Path, *, good_bytes: int | None = None, written: Written = untold, seal: Seal = as_it_is
+    ) -> None:
         self.path = path
+        self._seal = seal
         self._written = written
         self._fd: int | None = None
         self._end = 0 if good_bytes is None else good_bytes
@@ -219,7 +227,7 @@ class Journal:
 
     def append(self, *records: Record) -> None:
         """Put records at the end of the file; if the disk refuses, keep them and try again with the next."""
-        self._backlog += b"".join([encode(record) for record in records])
+        self._backlog += b"".join([encode(record, self._seal) for record in records])
         self.flush()
 
     def close(self) -> None:
@@ -275,8 +283,12 @@ class Journal:
         return fd
 
 
-def read_records(data: bytes) -> Iterator[tuple[Record, int]]:
-    """Whole records from the start, each with the offset after it. Stops at a torn or flipped one, or at CLOSED."""
+def read_records(data: bytes, opened: Seal = as_it_is) -> Iterator[tuple[Record, int]]:
+    """Whole records from the start, each with the offset after it. Stops at a torn or flipped one, or at CLOSED.
+
+    opened  opens sealed bodies
+    Raises  Locked (they are sealed with a key that isn't there)
+    """
     at = 0
     while at + _HEADER.size <= len(data):
         length, number, magic, checksum = _HEADER.unpack_from(data, at)
@@ -287,8 +299,10 @@ def read_records(data: bytes) -> Iterator[tuple[Record, int]]:
         if xxhash.xxh3_64_intdigest(body, seed=number) != checksum:
             return
         try:
-            record = _DECODERS[number].decode(body)
-        except msgspec.MsgspecError:
+            record = _DECODERS[number].decode(opened(body))
+        except Locked:
+            raise
+        except (msgspec.MsgspecError, BadBlock):
             return
         yield record, end
         at = end

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 import msgspec
@@ -25,7 +25,10 @@ import structlog
 from engine.messages import pack_tokens
 from gateway import metrics
 from gateway.placement import common_prefix
+from gateway.sealing import Sealing
 from gateway.streams import Stream
+from tiers.errors import BadBlock
+from tiers.keys import Locked
 
 log = structlog.get_logger()
 
@@ -66,13 +69,20 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
         return b"\0" + self.list_id if self.list_id else self.session.encode()
 
 
-Change = tuple[str, bytes, bytes | None]  # database, key, value (None: delete)
+class Change(NamedTuple):
+    """A value to be written, None: to be deleted. waiting: the token list that it is, by its key among those that wait."""
+
+    database: str
+    key: bytes
+    value: bytes | None
+    waiting: tuple[bytes, bytes] | None = None
 
 
 class SessionTable:
     """All sessions of this gateway. Called on the event loop; `close` waits for the disk."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, sealing: Sealing | None = None) -> None:
+        self._sealing = sealing or Sealing()
         directory.mkdir(parents=True, exist_ok=True)
         self._environment = lmdb.open(str(directory), map_size=MAP_BYTES, max_dbs=2)
         self._records_db = self._environment.open_db(b"records")
@@ -100,7 +110,7 @@ class SessionTable:
         held = self._tokens_waiting.get(record.list_key)
         if held is None:
             with self._environment.begin(db=self._tokens_db) as transaction:
-                held = bytes(transaction.get(record.list_key) or b"")
+                held = _read_tokens(transaction, self._sealing, record)
         return held[: 4 * record.token_count]
 
     async def written(self, timeout_s: float) -> bool:
@@ -127,7 +137,7 @@ class SessionTable:
         self._records[name] = fork
         if not self._borrowers[list_id]:
             self._tokens_waiting[fork.list_key] = tokens
-            self._work.put([("tokens", fork.list_key, tokens)])
+            self._work.put(self._changes("tokens", fork, fork.list_key, tokens))
         self._borrowers[list_id] += 1
         self._put(parent, None)
         self._put(fork, None)
@@ -217,7 +227,8 @@ class SessionTable:
         if record is not None:
             self._give_back(record)
             self._tokens_waiting.pop(record.list_key, None)
-        self._work.put([("records", session.encode(), None), ("tokens", session.encode(), None)])
+            name = session.encode()
+            self._work.put([*self._changes("records", record, name), *self._changes("tokens", record, name)])
         metrics.sessions_known.set(len(self._records))
 
     def close(self) -> None:
@@ -233,25 +244,40 @@ class SessionTable:
             if not self._borrowers[record.list_id]:
                 del self._borrowers[record.list_id]
                 self._tokens_waiting.pop(record.list_key, None)
-                self._work.put([("tokens", record.list_key, None)])
+                self._work.put(self._changes("tokens", record, record.list_key))
             record.list_id = b""
 
     # ------------------------------------------------------------ thread
 
     def _put(self, record: SessionRecord, tokens: bytes | None) -> None:
-        changes: list[Change] = [("records", record.session.encode(), msgspec.msgpack.encode(record))]
+        changes = self._changes("records", record, record.session.encode(), msgspec.msgpack.encode(record))
         if tokens is not None:
             self._tokens_waiting[record.list_key] = tokens
-            changes.append(("tokens", record.list_key, tokens))
+            changes += self._changes("tokens", record, record.list_key, tokens)
         self._work.put(changes)
 
+    def _changes(self, database: str, record: SessionRecord, key: bytes, value: bytes | None = None) -> list[Change]:
+        """One value, or its removal; a sealed one takes the place of what was written before there was a key."""
+        hidden = self._sealing.hidden(record.namespace, key)
+        changes = [Change(database, key, None)] if hidden != key else []
+        if value is not None:
+            sealed = self._sealing.seal(record.namespace, database, hidden, value)
+            return [*changes, Change(database, hidden, sealed, (key, value) if database == "tokens" else None)]
+        return [*changes, Change(database, hidden, None)]
+
     def _load(self) -> Iterator[SessionRecord]:
+        locked = 0
         with self._environment.begin(db=self._records_db) as transaction:
             for key, value in transaction.cursor():
                 try:
-                    yield msgspec.msgpack.decode(value, type=SessionRecord)
-                except msgspec.MsgspecError as error:
+                    yield _read_record(self._sealing, bytes(key), bytes(value))
+                except Locked:
+                    locked += 1
+                except (msgspec.MsgspecError, BadBlock) as error:
                     log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
+        if locked:
+            hint = "they are not listed, and stay as they are: give their tenants' keys and restart"
+            log.error("sessions.locked", sessions=locked, hint=hint)
 
     def _write_loop(self) -> None:
         while True:
@@ -269,17 +295,36 @@ class SessionTable:
         databases = {"records": self._records_db, "tokens": self._tokens_db}
         try:
             with self._environment.begin(write=True) as transaction:
-                for name, key, value in changes:
-                    if value is None:
-                        transaction.delete(key, db=databases[name])
+                for change in changes:
+                    if change.value is None:
+                        transaction.delete(change.key, db=databases[change.database])
                     else:
-                        transaction.put(key, value, db=databases[name])
+                        transaction.put(change.key, change.value, db=databases[change.database])
         except lmdb.Error as error:
             log.error("sessions.write_failed", error=str(error), hint="sessions go on from memory; free disk space")
             return
-        for name, key, value in changes:
-            if name == "tokens" and value is not None and self._tokens_waiting.get(key) is value:
-                self._tokens_waiting.pop(key, None)
+        for change in changes:
+            if change.waiting is not None and self._tokens_waiting.get(change.waiting[0]) is change.waiting[1]:
+                self._tokens_waiting.pop(change.waiting[0], None)
+
+
+def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
+    """Raises Locked, BadBlock, MsgspecError."""
+    return msgspec.msgpack.decode(sealing.open("records", key, value), type=SessionRecord)
+
+
+def _read_tokens(transaction: Any, sealing: Sealing, record: SessionRecord) -> bytes:
+    """A session's token list, sealed or written before there was a key; empty if there is none, or it can't be read."""
+    hidden = sealing.hidden(record.namespace, record.list_key)
+    for key in (hidden, record.list_key):
+        raw = transaction.get(key)
+        if raw is not None:
+            try:
+                return sealing.open("tokens", key, bytes(raw))
+            except BadBlock as error:
+                log.error("sessions.bad_tokens", session=record.session, error=str(error))
+                return b""
+    return b""
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
@@ -292,7 +337,9 @@ def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
 class SessionFile:
     """DATA/sessions as the table left it, for commands: reads beside a gateway, writes only while none runs."""
 
-    def __init__(self, directory: Path, *, writable: bool = False) -> None:
+    def __init__(self, directory: Path, *, writable: bool = False, sealing: Sealing | None = None) -> None:
+        self._sealing = sealing or Sealing()
+        self.locked = 0  # records whose key isn't there, at the last look
         if writable:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writable = writable
@@ -314,8 +361,15 @@ class SessionFile:
             database = self._database(b"records")
         except lmdb.NotFoundError:  # a gateway is just making it
             return []
+        records, self.locked = [], 0
         with self._environment.begin(db=database) as transaction:
-            records = [msgspec.msgpack.decode(value, type=SessionRecord) for _, value in transaction.cursor()]
+            for key, value in transaction.cursor():
+                try:
+                    records.append(_read_record(self._sealing, bytes(key), bytes(value)))
+                except Locked:
+                    self.locked += 1
+                except (msgspec.MsgspecError, BadBlock) as error:
+                    log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
         return sorted(records, key=lambda record: -record.last_used)
 
     def get(self, session: str) -> SessionRecord | None:
@@ -327,7 +381,9 @@ class SessionFile:
             return None
         with self._environment.begin(db=database) as transaction:
             found = transaction.get(session.encode())
-        return msgspec.msgpack.decode(found, type=SessionRecord) if found is not None else None
+        if found is not None:
+            return _read_record(self._sealing, session.encode(), bytes(found))
+        return next((record for record in self.all() if record.session == session), None)
 
     def tokens(self, session: str) -> bytes:
         """The last finished turn's whole token list, packed; empty if there is none."""
@@ -341,7 +397,7 @@ class SessionFile:
         except lmdb.NotFoundError:
             return b""
         with self._environment.begin(db=database) as transaction:
-            return bytes(transaction.get(record.list_key) or b"")[: 4 * record.token_count]
+            return _read_tokens(transaction, self._sealing, record)[: 4 * record.token_count]
 
     def put(self, record: SessionRecord, tokens: bytes) -> None:
         """Write a record and its tokens, synced."""
@@ -349,9 +405,14 @@ class SessionFile:
         self.remove(record.session)
         record.list_id = b""
         records, token_lists = self._database(b"records"), self._database(b"tokens")
+        key = self._sealing.hidden(record.namespace, record.session.encode())
+        sealed = [
+            self._sealing.seal(record.namespace, kind, key, value)
+            for kind, value in (("records", msgspec.msgpack.encode(record)), ("tokens", tokens))
+        ]
         with self._environment.begin(write=True) as transaction:
-            transaction.put(record.session.encode(), msgspec.msgpack.encode(record), db=records)
-            transaction.put(record.session.encode(), tokens, db=token_lists)
+            transaction.put(key, sealed[0], db=records)
+            transaction.put(key, sealed[1], db=token_lists)
 
     def remove(self, session: str) -> None:
         """Forget a record and its tokens, a borrowed list with its last borrower."""
@@ -360,11 +421,14 @@ class SessionFile:
         record = self.get(session)
         borrowed = record.list_id if record is not None else b""
         alone = not any(other.list_id == borrowed for other in self.all() if other.session != session)
+        namespace = record.namespace if record is not None else ""
         with self._environment.begin(write=True) as transaction:
-            transaction.delete(session.encode(), db=records)
-            transaction.delete(session.encode(), db=token_lists)
+            for key in {session.encode(), self._sealing.hidden(namespace, session.encode())}:
+                transaction.delete(key, db=records)
+                transaction.delete(key, db=token_lists)
             if record is not None and borrowed and alone:
-                transaction.delete(record.list_key, db=token_lists)
+                for key in {record.list_key, self._sealing.hidden(namespace, record.list_key)}:
+                    transaction.delete(key, db=token_lists)
 
     def shared_with_relatives(self, session: str) -> int:
         """As SessionTable says it."""

@@ -24,8 +24,10 @@ from gateway import journal as j
 from gateway import metrics
 from gateway.recovery_pacing import Deaths
 from gateway.renderer import Renderer
+from gateway.sealing import Sealing
 from gateway.tokenizer import TextCodec
 from gateway.tool_parser import CallDelta, ToolParser
+from tiers.keys import Locked
 
 log = structlog.get_logger()
 
@@ -258,8 +260,11 @@ def _recovery_view(recovery: j.Recovery | j.Migration) -> dict[str, Any]:
 class StreamTable:
     """All streams of this gateway: live ones, a few finished ones, and the journals of the rest."""
 
-    def __init__(self, directory: Path, codec: TextCodec, written: j.Written = j.untold) -> None:
+    def __init__(
+        self, directory: Path, codec: TextCodec, written: j.Written = j.untold, sealing: Sealing | None = None
+    ) -> None:
         self._directory = directory
+        self._sealing = sealing or Sealing()
         self._written = written
         self._codec = codec
         self._thread = ThreadPoolExecutor(1, "journal")
@@ -270,7 +275,8 @@ class StreamTable:
 
     def open(self, spec: j.StreamSpec) -> Stream:
         """Start a stream: its first record is in the journal when this returns."""
-        journal = j.Journal(self._path(spec.stream), written=self._written)
+        seal = self._sealing.of_journal(spec.namespace, spec.stream)
+        journal = j.Journal(self._path(spec.stream), written=self._written, seal=seal)
         stream = Stream(spec, self._codec, journal)
         journal.append(spec)
         self.live[stream.id] = stream
@@ -368,13 +374,22 @@ class StreamTable:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        records = j.read_records(data)
+        try:
+            return self._fold(path, data)
+        except Locked as error:  # it stays as it is: the key may come back
+            log.error("resume.journal_locked", path=str(path), error=str(error))
+            return None
+
+    def _fold(self, path: Path, data: bytes) -> Stream | None:
+        """Raises Locked."""
+        records = j.read_records(data, self._sealing.opens_journal(path.stem))
         first = next(records, None)
         if first is None or not isinstance(first[0], j.StreamSpec):
             log.warning("resume.journal_empty", path=str(path), bytes=len(data))
             os.rename(path, path.with_suffix(".bad"))
             return None
         stream = Stream(first[0], self._codec, None)
+        seal = self._sealing.of_journal(stream.spec.namespace, stream.id)
         good = first[1]
         for record, end in records:
             stream.apply(record)
@@ -382,7 +397,7 @@ class StreamTable:
         if good < len(data) - len(j.CLOSED) or (stream.end is None and good < len(data)):
             log.warning("resume.journal_torn", stream=stream.id, good_bytes=good, bytes=len(data))
         if stream.end is None:
-            stream.journal = j.Journal(path, good_bytes=good, written=self._written)
+            stream.journal = j.Journal(path, good_bytes=good, written=self._written, seal=seal)
         elif good == len(data):  # killed before the mark of the end
             j.Journal(path, good_bytes=good, written=self._written).close()
         return stream

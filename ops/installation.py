@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import pid_file
+from gateway.sealing import Sealing
 from gateway.sessions import SessionFile
 from ops.client import Client, base_url
 from ops.config import Config
@@ -19,6 +20,7 @@ from ops.errors import NotRunning, StateRefused
 from ops.processes import FileLock
 from tiers import keeper_client
 from tiers.errors import KeeperAway
+from tiers.keys import Keyring
 from tiers.offline import owned
 from tiers.paths import Paths
 
@@ -110,7 +112,7 @@ def session_file(here: Installation, *, writable: bool = False) -> Iterator[Sess
     """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning."""
     lock = FileLock(here.paths.serve_lock).take("this data directory is being served") if writable else None
     try:
-        file = SessionFile(here.paths.sessions, writable=writable)
+        file = SessionFile(here.paths.sessions, writable=writable, sealing=Sealing(Keyring.from_environment()))
         try:
             yield file
         finally:

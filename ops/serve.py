@@ -26,6 +26,7 @@ from ops.errors import AlreadyRunning, ModelError, OpsError
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, print_welcome
 from ops.status import engine_state
+from tiers.keys import Keyring
 from tiers.lock import is_held
 
 log = structlog.get_logger("serve")
@@ -175,6 +176,7 @@ def refuse_early(config: Config) -> None:
     if is_held(lock):
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
     check_port(config.gateway.host, config.gateway.port)
+    Keyring.from_environment()  # raises BadKeys now rather than in every process
 
 
 def serve(config: Config, model_dir: Path, model_name: str) -> None:

@@ -36,6 +36,10 @@ def sessions_ls(config: Config, url: str | None, as_json: bool) -> None:
     from ops.show import console, table
 
     rows = answer["data"]
+    if answer.get("locked"):
+        click.echo(
+            f"{answer['locked']} sessions can't be shown: they are sealed with keys that are not given", err=True
+        )
     if not rows:
         click.echo("no sessions; a request with the header X-Session-Id makes one")
         return

@@ -24,10 +24,10 @@ def listed(here: Installation) -> dict[str, Any]:
     if here.gateway is not None or _nothing_on_disk(here):
         answer = dict(here.need_gateway("this list").get("/v1/sessions"))
         return {**answer, "data": _with_pins(here, answer["data"])}
-    return {
-        "object": "list",
-        "data": _with_pins(here, [_offline_row(record, _stored(here, record)) for record in _records(here)]),
-    }
+    with session_file(here) as file:
+        records, locked = file.all(), file.locked
+    rows = [_offline_row(record, _stored(here, record)) for record in records]
+    return {"object": "list", "data": _with_pins(here, rows), "locked": locked}
 
 
 def _with_pins(here: Installation, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -68,11 +68,6 @@ def _nothing_on_disk(here: Installation) -> bool:
 
 
 # ---------------------------------------------------------------- without a gateway
-
-
-def _records(here: Installation) -> list[SessionRecord]:
-    with session_file(here) as file:
-        return file.all()
 
 
 def token_lists(here: Installation, keys: Collection[bytes]) -> list[TokenList]:

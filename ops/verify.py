@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from gateway.journal import CLOSED, read_records
+from gateway.sealing import Sealing
 from ops.config import Config
 from ops.errors import BadData, OpsError
 from ops.flags import print_json
@@ -24,7 +25,7 @@ from tiers.backup import check_backup
 from tiers.errors import BadFile, OtherFormat, TierError
 from tiers.export import check_exported, read_items
 from tiers.export_seal import ExportKeys, LockedFile
-from tiers.keys import Keyring
+from tiers.keys import Keyring, Locked
 from tiers.offline import owned
 from tiers.paths import Paths
 from tiers.salvage import is_walkable
@@ -127,7 +128,7 @@ def _block_count(config: Config) -> int:
 
 def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
     """Journals read, and those with damage before their end. A torn last record is no damage: its token was never sent."""
-    findings, count = [], 0
+    findings, count, sealing = [], 0, Sealing(Keyring.from_environment())
     for path in sorted([*paths.journal_dir.glob("*.journal"), *paths.journal_dir.glob("*.group")]):
         try:
             data = path.read_bytes()
@@ -135,8 +136,11 @@ def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
             continue
         count += 1
         at, spec = 0, None
-        for record, end in read_records(data):
-            at, spec = end, spec or record
+        try:
+            for record, end in read_records(data, sealing.opens_journal(path.stem)):
+                at, spec = end, spec or record
+        except Locked:
+            continue  # its bodies can't be read here; nothing says that it is damaged
         closed = data.endswith(CLOSED)
         if spec is None and data or closed and at + len(CLOSED) != len(data):
             session = str(getattr(spec, "session", ""))
