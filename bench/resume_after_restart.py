@@ -53,13 +53,20 @@ def main() -> None:
     rows.finish()
 
 
-def resumes(running: System, case: str, prompt: list[int], turns: list[list[int]]) -> list[dict[str, float]]:
-    """Store the session once, then restart everything and ask for a next turn, again and again."""
+def resumes(
+    running: System, case: str, prompt: list[int], turns: list[list[int]], *, compact: bool = False
+) -> list[dict[str, float]]:
+    """Store the session once, then restart everything and ask for a next turn, again and again.
+
+    compact  before each restart, as the keeper does with sessions that nobody used for a while
+    """
     session = "resume-" + case.replace(" ", "-")
     ask(running, prompt, session)
     measured = []
     for turn in turns:
         keeper_client.drain(running.paths.keeper_socket, sync=True)
+        if compact:
+            keeper_client.compact(running.paths.keeper_socket, timeout_s=DEADLINE_S)
         running.kill_all()
         running.start()
         run = timed(running, prompt + turn, session)
@@ -70,21 +77,22 @@ def resumes(running: System, case: str, prompt: list[int], turns: list[list[int]
     return measured
 
 
-def timed(running: System, prompt: list[int], session: str = "") -> dict[str, float]:
+def timed(running: System, prompt: list[int], session: str = "", **more: Any) -> dict[str, float]:
     """One request: time to first token by the client's clock, the engine's own times, and what was reused."""
-    answer = ask(running, prompt, session)
+    answer = ask(running, prompt, session, **more)
     timing: dict[str, Any] = answer.concordia["timing"]
     return {
         "first_token_ms": 1000 * answer.first_token_s,
+        "wait_ms": float(timing["wait_ms"]),
         "restore_ms": float(timing["restore_ms"]),
         "prefill_ms": float(timing["prefill_ms"]),
         "cached_tokens": float((answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)),
     }
 
 
-def ask(running: System, prompt: list[int], session: str) -> Answer:
+def ask(running: System, prompt: list[int], session: str, **more: Any) -> Answer:
     headers = {"X-Session-Id": session} if session else {}
-    answer = running.stream("/v1/completions", request(prompt, 2), headers=headers, timeout_s=DEADLINE_S)
+    answer = running.stream("/v1/completions", request(prompt, 2, **more), headers=headers, timeout_s=DEADLINE_S)
     if not answer.done or answer.error:
         raise StreamError(answer.describe())
     return answer

@@ -76,6 +76,7 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
         return EXIT_UNSUPPORTED
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
+    open_tiers(loop)
     gc.collect()
     gc.freeze()  # nothing of the model is ever garbage: keep collections short
     page.set_state("ready")
@@ -199,6 +200,11 @@ def lane_of(engine: str, incarnation: int, tiers: TierSettings, paths: Paths) ->
         encryption=tiers.lane_encryption,
         shares=LaneShares(lambda namespace: tiers.tenant_limit(namespace, "lane")),
     )
+
+
+def open_tiers(loop: Engine) -> None:
+    """Look something up, so that the first request finds lanes and store open."""
+    loop.finder.find(loop.root, "default", np.zeros(1, np.int32), limit=1, block_tokens=loop.block_tokens)
 
 
 def measure(model: Model, arena: Arena, cache: ArenaCache) -> Speeds:

@@ -47,12 +47,9 @@ def system(served: tuple[str, System]) -> System:
 
 
 each_kind = pytest.mark.parametrize("served", KINDS, indirect=True)
-# The rest at every token in `make soak`; tests/engine/test_kinds.py kills all of them, in one process.
-at_every_token = pytest.mark.parametrize(
-    "served",
-    [pytest.param(kind, marks=() if kind in ("window", "linear") else pytest.mark.soak) for kind in KINDS],
-    indirect=True,
-)
+# A fact of four tokens, how deep in the prompt it stands, and how much of it the question repeats.
+FACT_DEPTHS = (0.05, 0.5, 0.95)
+FACT_TOKENS, ASKED_TOKENS = 4, 3
 
 
 def prompt_of(seed: int, count: int) -> list[int]:
@@ -104,11 +101,12 @@ def sessions_show(system: System, session: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-@at_every_token
+@each_kind
 @pytest.mark.timeout(280)
 def test_kind_killed_at_every_token(system: System, kind: str) -> None:
-    """Case 5. Every kind, greedy text of random weights; one chunk and a bit of prompt, a point within the answer."""
-    body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=24)
+    """Case 5. Every kind, text of random weights; one chunk and a bit of prompt, one point within the answer or two."""
+    tokens = 24 if kind in ("window", "linear") else 12
+    body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=tokens)
     want = system.stream(h.COMPLETIONS, body)
     h.assert_whole(want)
     recovered = 0
@@ -124,7 +122,7 @@ def test_kind_killed_at_every_token(system: System, kind: str) -> None:
 @pytest.mark.timeout(200)
 def test_kind_turns_and_branches_after_everything_was_killed(system: System, kind: str, cold: Cold) -> None:
     """Case 1: each against a cold engine's answer, each with its verdict. Every session is off the device when it is asked for."""
-    prompt = prompt_of(72, 900)
+    prompt, facts = planted(prompt_of(72, 900))
     _, said = ask(system, prompt, "base")
     told = prompt + said
     branches = {
@@ -133,6 +131,7 @@ def test_kind_turns_and_branches_after_everything_was_killed(system: System, kin
         "twelve": (told[:-12] + prompt_of(75, 20), 12),
         "back": (told[:200] + prompt_of(76, 30), 708),
         "again": (prompt, 9),
+        **{f"fact-{depth}": (told + fact[:ASKED_TOKENS], 0) for depth, fact in facts.items()},
     }
     system.kill_all()
     h.settled(system.start())
@@ -143,7 +142,7 @@ def test_kind_turns_and_branches_after_everything_was_killed(system: System, kin
         reused = h.cached(got)
         if kind in ("window", "latent"):
             assert (reused, said_of["verdict"], said_of["reason"]) == (matched, "restored", ""), (name, said_of)
-        elif name == "append":
+        elif name == "append" or name.startswith("fact"):
             assert (reused, said_of["verdict"]) == (matched, "restored"), said_of
         else:
             assert matched - 70 <= reused <= matched, (name, said_of)
@@ -153,22 +152,31 @@ def test_kind_turns_and_branches_after_everything_was_killed(system: System, kin
     assert (shown["rollback_point_bytes"] > 0) == (kind not in ("window", "latent")), shown
 
 
-@pytest.mark.parametrize("served", ["linear"], indirect=True)
+def planted(prompt: list[int]) -> tuple[list[int], dict[float, list[int]]]:
+    """A prompt with a fact at each depth, and the facts."""
+    facts = {depth: prompt_of(760 + index, FACT_TOKENS) for index, depth in enumerate(FACT_DEPTHS)}
+    for depth, fact in facts.items():
+        at = int(depth * len(prompt))
+        prompt[at : at + FACT_TOKENS] = fact
+    return prompt, facts
+
+
+@pytest.mark.parametrize("served", ["window", "linear"], indirect=True)
 @pytest.mark.timeout(280)
 def test_kind_a_hundred_turns_of_park_and_resume_with_branches(system: System, kind: str, cold: Cold) -> None:
-    """Case 3. Every turn goes on from the tip or from an earlier turn; now and then everything is killed."""
+    """Case 3. Every turn goes on from the tip or from an earlier turn; halfway everything is killed."""
     draw = random.Random(77)
     told = [prompt_of(78, 120)]
     for turn in range(100):
         base = told[-1] if draw.random() < 0.6 else draw.choice(told[-12:])
         base = base[: len(base) - draw.choice((0, 0, 1, 7, 40))]
-        if len(base) > 700:
-            base = base[: draw.randrange(100, 400)]
+        if len(base) > 360:
+            base = base[: draw.randrange(100, 250)]
         tokens = base + prompt_of(1000 + turn, draw.randrange(3, 20))
         got, ids = ask(system, tokens, f"turn{turn}", 6)
         assert ids == cold(tokens, 6), (turn, got.concordia)
         assert h.cached(got) >= len(base) - 140, (turn, len(base), got.concordia)
         told.append(tokens + ids)
-        if turn % 33 == 32:
+        if turn == 49:
             system.kill_all()
             h.settled(system.start())
