@@ -209,7 +209,7 @@ class DecodeGraphs:
         if self.rows is not None:
             self.rows.disarm()
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-        if isinstance(error, torch.OutOfMemoryError):
+        if _is_out_of_memory(error):
             bucket.left, bucket.graph = "no memory for its graph", None
             log.warning("decode.graph_left", reason=reason)
             return
@@ -283,6 +283,15 @@ class DecodeGraphs:
         self._timed, bucket.graph_ms = None, []
         self.replayed = 0
         return worst
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where the end of the broken capture raised another error on top."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__context__
+    return False
 
 
 def graphs_for(

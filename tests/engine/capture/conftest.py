@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.capture.executor import Executor, ExecutorOptions
 from engine.capture.handlers import HandlerDevice
@@ -84,16 +85,36 @@ def bench(request: pytest.FixtureRequest, shim_directory: Path) -> Iterator[Benc
     made.device.close()
 
 
-def cuda_bench(way: str) -> Bench:
-    """A CUDA device; skips with the reason where there is none."""
+@dataclass
+class Place:
+    """A driver, and where the arenas that it works on lie."""
+
+    driver: Any
+    device: torch.device
+
+
+@pytest.fixture(params=["shim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, shim_directory: Path) -> Place:
+    """The kernels' source on this CPU, and CUDA where there is one."""
+    if request.param == "shim":
+        return Place(ShimDriver(shim_directory), torch.device("cpu"))
+    return Place(cuda_driver(), torch.device("cuda", 0))
+
+
+def cuda_driver() -> Any:
+    """The first CUDA device; skips with the reason where there is none."""
     from engine.capture.cuda_driver import CudaDriver
     from engine.capture.errors import CaptureError
 
     try:
-        driver = CudaDriver()
+        return CudaDriver()
     except CaptureError as error:
         pytest.skip(str(error))
-    import torch
+
+
+def cuda_bench(way: str) -> Bench:
+    """A CUDA device; skips with the reason where there is none."""
+    driver = cuda_driver()
 
     def put(data: np.ndarray) -> Any:
         return torch.from_numpy(data.copy()).to("cuda")

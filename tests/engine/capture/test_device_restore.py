@@ -12,6 +12,7 @@ from engine.arena import Arena, LayerShape
 from engine.capture.device_restore import DeviceRestore
 from engine.capture.device_rows import DeviceRows, build
 from engine.capture.errors import CaptureError
+from tests.engine.capture.conftest import Place
 from tests.engine.capture.shim_driver import ShimDriver
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import write_model
@@ -22,14 +23,14 @@ PLAIN = [LayerShape(2, 8, 8), LayerShape(1, 12, 8)]
 WINDOWS = [LayerShape(2, 8, 8, window=6), LayerShape(1, 8, 8), LayerShape(1, 12, 8, window=6)]
 
 
-def arena_of(layers: list[LayerShape]) -> Arena:
-    return Arena.allocate(layers, 3, 64, torch.float32, torch.device("cpu"), step_tokens=8, block_tokens=4)
+def arena_of(layers: list[LayerShape], device: torch.device) -> Arena:
+    return Arena.allocate(layers, 3, 64, torch.float32, device, step_tokens=8, block_tokens=4)
 
 
-def pair(layers: list[LayerShape], driver: ShimDriver, way: str = "stream") -> tuple[Arena, Arena, DeviceRows]:
+def pair(layers: list[LayerShape], place: Place, way: str = "stream") -> tuple[Arena, Arena, DeviceRows]:
     """An arena of the framework's, one whose frames go through handlers, and these."""
-    theirs, ours = arena_of(layers), arena_of(layers)
-    rows = build(ours, driver, way)
+    theirs, ours = arena_of(layers, place.device), arena_of(layers, place.device)
+    rows = build(ours, place.driver, way)
     rows.rows.wait_ready()
     return theirs, ours, rows
 
@@ -39,8 +40,8 @@ def same(first: Arena, second: Arena) -> bool:
 
 
 @pytest.mark.parametrize("way", ["stream", "graph", "executor"])
-def test_any_part_of_a_frame_goes_to_any_slot(way: str, shim_driver: ShimDriver) -> None:
-    theirs, ours, rows = pair(PLAIN, shim_driver, way)
+def test_any_part_of_a_frame_goes_to_any_slot(way: str, place: Place) -> None:
+    theirs, ours, rows = pair(PLAIN, place, way)
     rng = np.random.default_rng(1)
     with ours.together():
         for slot, start, count, take in (
@@ -58,8 +59,8 @@ def test_any_part_of_a_frame_goes_to_any_slot(way: str, shim_driver: ShimDriver)
     rows.close()
 
 
-def test_windows_take_their_last_rows_and_frames_may_lack_them(shim_driver: ShimDriver) -> None:
-    theirs, ours, rows = pair(WINDOWS, shim_driver)
+def test_windows_take_their_last_rows_and_frames_may_lack_them(place: Place) -> None:
+    theirs, ours, rows = pair(WINDOWS, place)
     rng = np.random.default_rng(2)
     full = sum(1 << group for group, at in enumerate(theirs.group_windows) if at == 0)
     for arena in (theirs, ours):
@@ -76,8 +77,8 @@ def test_windows_take_their_last_rows_and_frames_may_lack_them(shim_driver: Shim
     rows.close()
 
 
-def test_more_than_tier_0_holds_goes_through_its_two_halves(shim_driver: ShimDriver) -> None:
-    theirs, ours, rows = pair(PLAIN, shim_driver)
+def test_more_than_tier_0_holds_goes_through_its_two_halves(place: Place) -> None:
+    theirs, ours, rows = pair(PLAIN, place)
     ours.applier = small = DeviceRestore(ours, rows.rows, rows._mapped, half_bytes=5 * theirs.layout.token_bytes)
     rng = np.random.default_rng(3)
     with ours.together():
@@ -90,8 +91,8 @@ def test_more_than_tier_0_holds_goes_through_its_two_halves(shim_driver: ShimDri
     rows.close()
 
 
-def test_a_single_frame_is_there_when_the_call_returns(shim_driver: ShimDriver) -> None:
-    theirs, ours, rows = pair(PLAIN, shim_driver)
+def test_a_single_frame_is_there_when_the_call_returns(place: Place) -> None:
+    theirs, ours, rows = pair(PLAIN, place)
     frame = np.random.default_rng(4).integers(0, 100, theirs.layout.frame_bytes(6), dtype=np.uint8)
     for arena in (theirs, ours):
         arena.copy_in(arena.slots[0], 0, frame, 6, (0, 6))
@@ -102,9 +103,9 @@ def test_a_single_frame_is_there_when_the_call_returns(shim_driver: ShimDriver) 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
 def test_what_the_handlers_fail_to_put_back_the_framework_does(
-    fails_at: int, shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch
+    fails_at: int, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, ours, rows = pair(PLAIN, shim_driver)
+    theirs, ours, rows = pair(PLAIN, place)
     ours.applier = small = DeviceRestore(ours, rows.rows, rows._mapped, half_bytes=5 * theirs.layout.token_bytes)
     whole, calls = rows.rows.start_scatter, [0]
 

@@ -15,6 +15,7 @@ from engine.capture.device_rows import DeviceRows, build, for_engine, shape_of
 from engine.capture.driver import Buffer
 from engine.capture.errors import CaptureError
 from engine.capture.launch import ExecutorLaunch
+from tests.engine.capture.conftest import Place
 from tests.engine.capture.shim_driver import ShimDriver
 from tiers.lane import LaneReader, LaneWriter, RecordType
 from tiers.layout import RootId
@@ -24,7 +25,11 @@ ROOT = RootId(bytes(16))
 
 @pytest.fixture
 def arena() -> Arena:
-    made = Arena.allocate([LayerShape(2, 8, 8), LayerShape(1, 12, 8)], 3, 64, torch.float32, torch.device("cpu"))
+    return filled_arena(torch.device("cpu"))
+
+
+def filled_arena(device: torch.device) -> Arena:
+    made = Arena.allocate([LayerShape(2, 8, 8), LayerShape(1, 12, 8)], 3, 64, torch.float32, device)
     generator = torch.Generator().manual_seed(1)
     for group in made.groups:
         group.copy_(torch.randn(group.shape, generator=generator))
@@ -67,13 +72,14 @@ def run_steps(capture: Capture, arena: Arena) -> None:
 
 @pytest.mark.parametrize("way", ["stream", "graph", "executor", "auto"])
 def test_the_lane_holds_the_same_with_handlers_and_without(
-    way: str, arena: Arena, lane: LaneWriter, tmp_path: Path, shim_driver: ShimDriver
+    way: str, place: Place, lane: LaneWriter, tmp_path: Path
 ) -> None:
+    arena = filled_arena(place.device)
     run_steps(Capture(lane, arena, ROOT, 4), arena)
     expected = frames(lane)
     lane.close()
     other = LaneWriter.open(tmp_path / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
-    rows = build(arena, shim_driver, way)
+    rows = build(arena, place.driver, way)
     rows.reach_lane(other.ring)
     rows.rows._gather.result(60)
     capture = Capture(other, arena, ROOT, 4, rows=rows)
