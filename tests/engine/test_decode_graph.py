@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import decode_graph, main
 from engine import messages as m
@@ -74,6 +75,43 @@ def as_ever(
     return expected
 
 
+class WouldEndACapture(TorchDispatchMode):
+    """Notes operations for which the host waits for the device, or that copy from ordinary host memory to it."""
+
+    NAMES = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "lift_fresh",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        by_mask = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if isinstance(args[1], list | tuple) else ())
+        )
+        if name in self.NAMES or func.__name__ == "repeat_interleave.Tensor" or by_mask:
+            self.seen.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_would_end_a_capture_is_seen() -> None:
+    with WouldEndACapture() as watch:
+        numbers = torch.arange(4)
+        numbers[numbers > 2] = int(numbers.sum())
+        torch.tensor([1])
+    assert {name.split(".")[0] for name in watch.seen} == {"index_put_", "_local_scalar_dense", "lift_fresh"}
+
+
 def answers(engine: EngineDriver, count: int = 24) -> dict[str, list[int]]:
     """Three streams at once, one of which ends early and one of which is drawn."""
     for stream, prompt in PROMPTS.items():
@@ -108,6 +146,9 @@ def test_steps_of_a_fixed_shape_give_the_same_answers(
     assert {key[0] for key in graphs._buckets} == {1, 2, 4}
     stats = fixed.engine.stats()
     assert stats.decode_graph == "on" and stats.decode_graph_steps == graphs.replayed
+    with WouldEndACapture() as watch:
+        graphs._call(2, 256)
+    assert not watch.seen, "a capture on a GPU would end at these"
 
 
 def test_the_logits_of_plain_attention_differ_by_rounding_alone(start: Callable[..., EngineDriver]) -> None:
