@@ -171,23 +171,30 @@ class Moves:
         return "moved"
 
     async def drain(self, engine: Engine, why: str, timeout_s: float) -> dict[str, Any]:
-        """Take every stream of an engine elsewhere; nothing new is placed on it. What can't move stays there, and is told."""
+        """Take every stream of an engine elsewhere; nothing new is placed on it. What can't move stays there, and is told.
+
+        It ends early when somebody lets the engine take streams again.
+        """
         self._dispatcher.set_draining(engine, True)
         deadline = self._dispatcher.now() + timeout_s
-        moved, last = 0, ""
-        while engine.ready and engine.streams and self._dispatcher.now() < deadline:
+        last, tracked = "", dict[int, Move]()
+        while engine.ready and engine.draining and engine.streams and self._dispatcher.now() < deadline:
             begun = [move for stream in list(engine.streams.values()) if (move := self._drain_one(stream, why))]
+            tracked.update((id(move), move) for move in begun)
             if not begun:
                 last = "no other engine has room"
                 await asyncio.sleep(LOOK_INTERVAL_S)
                 continue
-            await asyncio.wait([move.done for move in begun[:DRAIN_AT_ONCE]], timeout=deadline - self._dispatcher.now())
+            rest_s = deadline - self._dispatcher.now()
+            await asyncio.wait([move.done for move in begun], timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
             finished = [move for move in begun if move.done.done()]
-            moved += sum(move.outcome == "moved" for move in finished)
             last = next((move.outcome for move in finished if move.outcome != "moved"), last)
             if not any(move.outcome == "moved" for move in finished):
                 await asyncio.sleep(LOOK_INTERVAL_S)
+        moved = sum(move.outcome == "moved" for move in tracked.values())
         left = len(engine.streams) if engine.ready else 0
+        if left and not engine.draining:
+            last = "it may take streams again"
         log.info("drain.over", engine=engine.name, why=why, moved=moved, left=left)
         return {"engine": engine.name, "moved": moved, "left": left, "reason": last if left else None}
 

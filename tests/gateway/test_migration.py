@@ -216,6 +216,23 @@ async def test_drain_moves_every_stream_and_nothing_new_comes(make_world) -> Non
         assert (await response.json())["state"] == "ready"
 
 
+async def test_drain_that_is_undone_leaves_the_rest_where_it_is(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.follow_lag = 400
+    task, stream = await running(world, source, after=10)
+    drain = asyncio.create_task(world.post("/admin/engines/e0/drain", {}))
+    await world.until(lambda: followed(target, stream))
+    async with world.http.delete("/admin/engines/e0/drain") as response:
+        assert (await response.json())["state"] == "ready"
+    target.follow_refusal = "no_slot"
+    source.allow(None)
+    got = await task
+    _, _, body = await drain
+    assert (body["moved"], body["left"]) == (0, 0), body
+    assert got.finish_reason == "length"
+    assert len(source.submits) == 1
+
+
 async def submitted(engine: FakeEngine, count: int) -> bool:
     return len(engine.submits) >= count
 

@@ -169,12 +169,6 @@ async def test_engine_that_computes_without_a_beat_is_slow_then_hung(paths: Path
         gateway.close()
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(4000)
-async def test_hour_beside_a_noisy_neighbour_has_no_false_alarm(paths: Paths) -> None:
-    await beside_noise(paths, 3600.0)
-
-
 async def test_engine_starved_of_processor_is_not_hung(paths: Paths) -> None:
     await beside_noise(paths, 3.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,41 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from bench.driver import System, alive, at_once
 from bench.sse import Answer
 from tests.system import conftest
 from tests.system import harness as h
+from tests.system.test_choices import by_choice
 from tests.system.test_supervision import concordia
 
 
-def policy_system(policy: str) -> Any:
-    @pytest.fixture(scope="module")
-    def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-        more = {"gateway": {"failover": policy, "spares": 0 if policy == "cold" else 1}}
-        engines = 1 if policy == "cold" else 2
-        yield from conftest.running(tiny_model, tmp_path_factory.mktemp(policy), engines, sections=more)
-
-    return started
-
-
-cold_system, warm_system, hot_system = (policy_system(policy) for policy in ("cold", "warm", "hot"))
-
-
 @pytest.fixture
-def moving(warm_system: System) -> System:
+def moving(tiny: System) -> System:
     """Two engines, the second with weights loaded."""
-    return conftest.settled_or_new(warm_system)
-
-
-@pytest.fixture(params=["cold", "warm", "hot"])
-def any_policy(request: pytest.FixtureRequest) -> System:
-    return conftest.settled_or_new(request.getfixturevalue(f"{request.param}_system"))
-
-
-@pytest.fixture
-def hot(hot_system: System) -> System:
-    return conftest.settled_or_new(hot_system)
+    return tiny
 
 
 def other(system: System, engine: str) -> str:
@@ -66,9 +46,22 @@ def wanted(system: System, seed: int, mode: dict[str, Any], tokens: int) -> tupl
 
 
 @pytest.mark.parametrize("mode", h.MODES)
-def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode: str) -> None:
-    body, want = wanted(moving, 51, h.MODES[mode], 240)
+def test_tiny_stream_moves_at_every_token_of_its_answer(moving: System, mode: str) -> None:
+    """One stream for each token, which is asked to move when that token has come; then one that moves to and fro all along.
+
+    `tests/engine/test_follow.py` stops at exactly each token; here processes go on while they are asked.
+    """
+    body, want = wanted(moving, 51, h.MODES[mode], 64)
     results: list[Any] = []
+    moved = 0
+    for position in range(24):
+        act = h.after(position, lambda answer: results.append(migrate(moving, answer)))
+        got = moving.stream(h.CHAT, body, watch=act)
+        h.assert_same(got, want, f"{mode}, moved after {position} tokens")
+        moved += bool(moves(got))
+        assert not h.recoveries(got)
+    assert moved, f"all were over before they could move: {results}"
+    body, want = wanted(moving, 51, h.MODES[mode], 240)
 
     def watch(answer: Answer) -> None:
         if len(answer.tokens) % 40 == 20:
@@ -79,6 +72,58 @@ def test_tiny_stream_moves_to_and_fro_all_along_its_answer(moving: System, mode:
     assert len(moves(got)) >= 3, results
     assert {move["carried"] for move in moves(got)} == {"state"}
     assert not h.recoveries(got)
+
+
+def test_tiny_choices_and_grammars_move_like_any_stream(moving: System) -> None:
+    """Each choice of `n` is a stream of its own; where an answer stands in its grammar follows from its tokens."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 200}}, "required": ["name"]}
+    rule = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    prompt = h.prompts(seed=64, count=1)[0]
+    body = h.chat(moving, prompt, h.SAMPLED, tokens=150, response_format=rule)
+    want = moving.stream(h.CHAT, body)
+    results: list[Any] = []
+    got = moving.stream(h.CHAT, body, watch=h.after(20, lambda answer: results.append(migrate(moving, answer))))
+    h.assert_same(got, want, "moved within a grammar")
+    assert moves(got), results
+
+    several = h.chat(moving, prompt, h.SAMPLED, tokens=120, n=3)
+    want = moving.stream(h.CHAT, several)
+
+    def move_each(answer: Answer) -> None:
+        path = f"/admin/streams/{answer.stream_id}/migrate"
+        status, _, refusal = moving.call("POST", path, {"engine": "e0"})
+        assert (status, "move them one by one" in refusal["error"]["message"]) == (409, True), refusal
+        engine = next(view for view in moving.engines() if view.streams)
+        target = other(moving, engine.id)
+        for stream in engine.streams:
+            path = f"/admin/streams/{stream['stream']}/migrate"
+            results.append(moving.call("POST", path, {"engine": target}, timeout_s=30.0)[2])
+
+    got = moving.stream(h.CHAT, several, watch=h.after(30, move_each))
+    assert got.done, got.describe()
+    assert by_choice(got) == by_choice(want)
+    assert sum(bool(choice["migrations"]) for choice in got.concordia["choices"]) >= 1, results
+
+
+def test_tiny_move_while_the_gateway_is_restarted_again_and_again(moving: System) -> None:
+    body, want = wanted(moving, 65, h.SAMPLED, 400)
+    body = {**body, "store": True}
+
+    def move_and_kill(answer: Answer) -> None:
+        target = other(moving, moving.serving_engine(answer.stream_id).id)
+        threading.Thread(target=attempt, args=(moving, answer.stream_id, target), daemon=True).start()
+        moving.signal("gateway")
+
+    got = moving.stream(h.CHAT, body, watch=h.after(20, move_and_kill))
+    for _ in range(2):
+        if got.done:
+            break
+        moving.wait("a gateway", moving.healthy, 30.0)
+        got = moving.resume(got, watch=h.after(len(got.tokens) + 40, move_and_kill))
+    while not got.done:
+        moving.wait("a gateway", moving.healthy, 30.0)
+        got = moving.resume(got)
+    h.assert_same(got, want, "gateway restarted during moves")
 
 
 def test_tiny_session_is_moved_by_the_command_live_and_idle(moving: System) -> None:
@@ -126,19 +171,6 @@ def test_tiny_stream_moves_in_its_prefill(moving: System) -> None:
     assert again.text == moved.text, results
 
 
-def test_tiny_hot_standby_moves_and_takes_over(hot: System) -> None:
-    """Moved to the standby, which then dies: the one that came before it stands by by then."""
-    body, want = wanted(hot, 59, h.SAMPLED, 300)
-    results: list[Any] = []
-    move = h.after(30, lambda answer: results.append(migrate(hot, answer)))
-    kill = h.after(150, lambda answer: h.kill_serving(hot, answer.stream_id))
-    got = hot.stream(h.CHAT, body, watch=lambda answer: (move(answer), kill(answer))[0])
-    h.assert_same(got, want, "moved, then killed")
-    assert moves(got), results
-    (recovery,) = h.recoveries(got)
-    assert recovery["restored_tokens"] >= len(moves(got)), recovery
-
-
 @pytest.mark.parametrize("victim", ["source", "target", "gateway"])
 def test_tiny_move_while_somebody_is_killed(moving: System, victim: str) -> None:
     body, want = wanted(moving, 52, h.GREEDY, 200)
@@ -183,29 +215,6 @@ def streams(system: System, count: int, tokens: int, watch: Callable[[Answer], N
     texts = h.prompts(seed=54, count=count)
     bodies = [h.chat(system, text, tokens=tokens) for text in texts]
     return at_once([lambda body=body: system.stream(h.CHAT, body, watch=watch) for body in bodies])  # type: ignore[misc]
-
-
-undisturbed: dict[int, list[Answer]] = {}
-
-
-@pytest.mark.parametrize("count", [1, 8, 32])
-def test_tiny_engine_of_many_streams_killed(any_policy: System, count: int) -> None:
-    moving = any_policy
-    if count not in undisturbed:  # the same at every installation of this model
-        undisturbed[count] = streams(moving, count, 30)
-        h.settled(moving)
-    want = undisturbed[count]
-    killed = threading.Event()
-
-    def kill_once(answer: Answer) -> None:
-        if len(answer.tokens) == 10 and not killed.is_set():
-            killed.set()
-            h.kill_serving(moving, answer.stream_id)
-
-    got = streams(moving, count, 30, kill_once)
-    for before, after in zip(want, got, strict=True):
-        h.assert_same(after, before, f"one of {count}")
-    assert sum(bool(h.recoveries(answer)) for answer in got) >= 1
 
 
 def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
@@ -269,6 +278,7 @@ def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
     want = streams(moving, 16, 100)
     h.settled(moving)
     before = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
+    nursery = moving.pid("nursery")
     done: list[Any] = []
     upgrader = threading.Thread(
         target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port)))
@@ -279,6 +289,51 @@ def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
     assert done[0].returncode == 0, done[0].stderr
     after = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
     assert all(after[name] > before[name] for name in before)
+    assert parent(moving.pid("e0")) == parent(moving.pid("e1")) == moving.pid("nursery") != nursery
     for old, new in zip(want, got, strict=True):
         h.assert_same(new, old, "upgraded")
         assert not h.recoveries(new)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def own(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
+    """A system of one test's own, over a model directory of its own."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    yield from conftest.running(model, tmp_path, 2, sections={"gateway": {"drain_s": 0.5}})
+
+
+@pytest.mark.timeout(200)
+def test_tiny_upgrade_takes_new_model_files_host_agent_and_gateway(own: System) -> None:
+    """New weights: a stream in progress goes on with its tokens alone. The gateway's clients come back by cursor."""
+    weights = Path(own.model) / "model.safetensors"
+    tensors = load_file(weights)
+    roots = {view.row["root"] for view in own.ready_engines()}
+    pids = {name: own.pid(name) for name in ("gateway", "host", "keeper", "nursery", "e0", "e1")}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    changed = weights.with_suffix(".new")
+    save_file(tensors, changed, metadata={"format": "pt"})
+    body = h.chat(own, h.prompts(seed=66, count=1)[0], tokens=1700, store=True)
+    done: list[Any] = []
+
+    def upgrade() -> None:
+        changed.replace(weights)
+        done.append(concordia(own, "upgrade", "--host", "--gateway", "--port", str(own.port), timeout_s=150))
+
+    upgrader = threading.Thread(target=upgrade)
+    got = own.stream(h.CHAT, body, watch=h.after(5, lambda answer: upgrader.start()))
+    upgrader.join(150.0)
+    assert done[0].returncode == 0, done[0].stderr
+    while not got.done:
+        own.wait("a gateway", own.healthy, 30.0)
+        got = own.resume(got)
+    h.assert_whole(got)
+    assert not h.recoveries(got)
+    h.settled(own)
+    assert {view.row["root"] for view in own.ready_engines()}.isdisjoint(roots)
+    assert all(own.pid(name) not in (0, pid) for name, pid in pids.items())
+    assert {move["carried"] for move in moves(got)} <= {"tokens", "state"}
+    assert "tokens" in {move["carried"] for move in moves(got)} or len(got.tokens) < 1700, moves(got)
