@@ -134,7 +134,8 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
 
     device = choose_device(settings.device)
     if device.index is not None:
-        torch.cuda.set_device(device)  # streams, events and graphs that are made without a device belong to the current one
+        # Streams, events and graphs that are made without a device belong to the current one.
+        torch.cuda.set_device(device)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     dtype = _dtype(settings.dtype, device, config)
     module, own_attention = _load_weights(directory, name, dtype)
