@@ -17,6 +17,9 @@ from engine.capture.hashing import page_hashes
 from engine.capture.regions import CPU, Memory
 from engine.capture.source import PageShape, RowShape, StateShape
 
+# Pages that are looked at together before each alone: what didn't change costs one call for so many of them.
+_RUN_PAGES = 64
+
 
 class PlainPages:
     """Pages of host memory."""
@@ -31,24 +34,56 @@ class PlainPages:
         self.page_bytes = page_bytes
         self.page_count = PageShape(page_bytes, memory.byte_count).page_count
         self._known: list[int | None] = [None] * self.page_count
+        self._runs: list[int | None] = [None] * -(-self.page_count // _RUN_PAGES)
         self._marked = np.ones(self.page_count, dtype=bool)
 
     def scan(self, *, everything: bool = False) -> Delta:
         """See PageRegion."""
         if everything:
             found = list(range(self.page_count))
+            self._know(found)
         elif self._bitmap:
             found = [int(page) for page in np.nonzero(self._marked)[0]]
+            self._know(found)
         else:
-            found = [page for page in range(self.page_count) if self._digest(page) != self._known[page]]
+            found = self._changed()
         self._marked[:] = False
-        pages = np.zeros((len(found), self.page_bytes), dtype=np.uint8)
-        for place, page in enumerate(found):
-            view = self._page(page)
-            pages[place, : view.size] = view
-            self._known[page] = self._digest(page)
+        pages = self._copied(found)
         indices = np.array(found, dtype=np.uint32)
         return Delta(indices, page_hashes(pages, self._seed), pages, self._seed)
+
+    def _changed(self) -> list[int]:
+        """Pages whose digest is not the known one; it is known from now on."""
+        found = []
+        for run, known in enumerate(self._runs):
+            first, end = run * _RUN_PAGES, min((run + 1) * _RUN_PAGES, self.page_count)
+            digest = xxh3_64_intdigest(self._bytes[first * self.page_bytes : end * self.page_bytes].data)
+            if digest == known:
+                continue
+            for page in range(first, end):
+                page_digest = self._digest(page)
+                if page_digest != self._known[page]:
+                    self._known[page] = page_digest
+                    found.append(page)
+            self._runs[run] = digest
+        return found
+
+    def _know(self, pages: list[int]) -> None:
+        """Their digests as they are now."""
+        for page in pages:
+            self._known[page] = self._digest(page)
+            self._runs[page // _RUN_PAGES] = None
+
+    def _copied(self, found: list[int]) -> np.ndarray:
+        """(count, page_bytes) uint8; the end of a last page that is not full is zeros."""
+        pages = np.zeros((len(found), self.page_bytes), dtype=np.uint8)
+        full = self._bytes.size // self.page_bytes
+        whole = [page for page in found if page < full]
+        pages[: len(whole)] = self._bytes[: full * self.page_bytes].reshape(full, self.page_bytes)[whole]
+        if len(whole) < len(found):
+            last = self._page(full)
+            pages[-1, : last.size] = last
+        return pages
 
     def mark(self, pages: Sequence[int]) -> None:
         """See PageRegion."""
@@ -65,7 +100,7 @@ class PlainPages:
                 continue
             view = self._page(place)
             view[:] = delta.pages[number, : view.size]
-            self._known[place] = self._digest(place)
+            self._know([place])
         return Applied(len(delta.indices) - len(refused), refused)
 
     def reshape(self, memory: Memory, *, page_bytes: int | None = None, bitmap: bool | None = None) -> None:

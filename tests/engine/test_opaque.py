@@ -120,3 +120,21 @@ def test_other_tensors_are_refused(path: Path) -> None:
     smaller.register("weights", torch.zeros(5))
     with pytest.raises(OtherState, match="register the same"):
         smaller.restore()
+
+
+def test_of_many_pages_the_changed_ones_are_found_wherever_they_are(path: Path) -> None:
+    """Also after a version was put back, and where the same run of pages changes again."""
+    many = torch.zeros(200 * 1024)  # 200 pages
+    log = OpaqueLog.open(path)
+    log.register("many", many)
+    log.capture()
+    for pages in ([0], [63, 64], [70], [70, 199], []):
+        many.view(200, 1024)[pages, 5] += 1
+        assert log.capture().changed_pages == len(pages), pages
+    kept = many.clone()
+    many[70 * 1024] = 9
+    log.capture()
+    assert log.restore(6) is not None and torch.equal(many, kept)
+    assert log.capture().changed_pages == 0
+    many[71 * 1024] = 9
+    assert log.capture().changed_pages == 1
