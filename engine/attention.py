@@ -15,12 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
 from engine import split_attention
 from engine.arena import Arena, LayerShape, PlaneRange, Slot
 from engine.errors import UnsupportedModel
+from engine.lean_transformers import AttentionInterface, Cache
 from engine.states import StateKind, StateShape
 
 NAME = "concordia"

@@ -20,6 +20,7 @@ import xxhash
 from engine import attention
 from engine.arena import LayerShape
 from engine.errors import UnsupportedModel
+from engine.lean_transformers import lean
 from engine.linear import pack_linear_layers
 from engine.norms import join_norms
 from engine.scan import continue_scans
@@ -138,7 +139,8 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
         torch.cuda.set_device(device)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     dtype = _dtype(settings.dtype, device, config)
-    module, own_attention = _load_weights(directory, name, dtype)
+    with lean():  # the model's own module is imported, its layers are made
+        module, own_attention = _load_weights(directory, name, dtype)
     module = module.to(device).eval()
     continue_scans(module)
     parameters = inspect.signature(module.base_model.forward).parameters

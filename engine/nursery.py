@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -194,6 +195,7 @@ def import_engine(model_dir: str) -> Run:
     started = time.monotonic()
     from engine import main as engine_main
 
+    importlib.import_module("sympy")  # torch does as a model's layers are made: once here, not in every engine
     _know_model(Path(model_dir))
     gc.collect()
     gc.freeze()  # what is imported now is shared with the children, page by page, until somebody writes
@@ -207,11 +209,13 @@ def _know_model(model_dir: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from engine.grammar import warm
+    from engine.lean_transformers import lean
     from engine.model import declared_tokens
 
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with lean():
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         warm(model_dir, *declared_tokens(model_dir, config))
     except Exception as error:  # the engine itself will say what is wrong with the model, with the whole story
         log.warning("nursery.model_unknown", model_dir=str(model_dir), error=str(error))

@@ -155,22 +155,21 @@ def test_tiny_status_shows_lag_and_a_graceful_stop_leaves_no_socket(target: Syst
 
 
 @pytest.mark.timeout(240)
-def test_tiny_a_keeper_that_is_stopped_is_a_degraded_state(target: System) -> None:
-    target.start()
-    turn(target, "first", random_prompt(8, 40))
-    keeper = target.signal("keeper", signal.SIGSTOP)
+def test_tiny_a_keeper_that_is_stopped_is_a_degraded_state(tiny: System) -> None:
+    turn(tiny, "first", random_prompt(8, 40))
+    keeper = tiny.signal("keeper", signal.SIGSTOP)
     try:
-        target.wait(
+        tiny.wait(
             "a degraded state",
-            lambda: [row["state"] for row in target.get("/health")["degraded"]] == ["keeper_away"],
+            lambda: [row["state"] for row in tiny.get("/health")["degraded"]] == ["keeper_away"],
             60.0,
             0.1,
         )
-        turn(target, "second", random_prompt(9, 40))
-        view = target.get("/v1/sessions/second")
+        turn(tiny, "second", random_prompt(9, 40))
+        view = tiny.get("/v1/sessions/second")
         assert view["degraded"] == "keeper_away" or view["captured"] == 0, view
-        assert concordia(target, "status")["degraded"][0]["state"] == "keeper_away"
+        assert concordia(tiny, "status")["degraded"][0]["state"] == "keeper_away"
     finally:
-        target.signal("keeper", signal.SIGCONT)
+        tiny.signal("keeper", signal.SIGCONT)
     assert keeper
-    target.wait("the end of it", lambda: not target.get("/health")["degraded"], 60.0, 0.1)
+    tiny.wait("the end of it", lambda: not tiny.get("/health")["degraded"], 60.0, 0.1)

@@ -73,14 +73,14 @@ def test_tiny_nursery_killed_engines_go_on_and_the_next_start_finds_a_new_one(ti
     assert answers(tiny)
 
 
-def test_serve_killed_and_started_again_adopts_the_engines(own: System) -> None:
-    before = engine_pids(own)
-    assert own.serve is not None
-    own.serve.kill()
-    own.serve.wait(10)
-    own.start()
-    assert engine_pids(own) == before
-    assert answers(own)
+def test_tiny_serve_killed_and_started_again_adopts_the_engines(tiny: System) -> None:
+    before = engine_pids(tiny)
+    assert tiny.serve is not None
+    tiny.serve.kill()
+    tiny.serve.wait(10)
+    tiny.start()
+    assert engine_pids(tiny) == before
+    assert answers(tiny)
 
 
 def test_serve_killed_for_good_leaves_no_process(own: System) -> None:
@@ -93,11 +93,11 @@ def test_serve_killed_for_good_leaves_no_process(own: System) -> None:
         time.sleep(0.1)
 
 
-def test_a_second_serve_is_refused_and_harms_nothing(own: System) -> None:
-    second = concordia(own, "serve", "--model", own.model, "--port", str(own.port + 1))
+def test_tiny_second_serve_is_refused_and_harms_nothing(tiny: System) -> None:
+    second = concordia(tiny, "serve", "--model", tiny.model, "--port", str(tiny.port + 1))
     assert second.returncode == 5
-    assert f"pid {own.pid('serve')}" in second.stderr
-    assert answers(own)
+    assert f"pid {tiny.pid('serve')}" in second.stderr
+    assert answers(tiny)
 
 
 def test_commands_beside_a_running_system_and_after_it(own: System) -> None:

@@ -1,0 +1,61 @@
+"""Import transformers without what an engine never uses: torch's compiler, and tensors that are spread over devices.
+
+transformers decorates a few functions for torch.compile and looks for DTensor while it is imported, and torch looks for its compiler as a
+model's layers are made. That pulls in torch._dynamo, torch._inductor and torch.distributed.tensor: a quarter of the processor time that
+a start takes. Here the decorators do nothing, and transformers is told what a torch without torch.distributed would tell it. An engine is
+one process with one device; if that changes, this goes. Main thread only. Source: transformers 5.24, torch/_compile.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+
+_COMPILER = "torch._dynamo"
+
+
+class _NoCompiler(ModuleType):
+    """In the place of torch._dynamo: each of its decorators gives back what it decorates; its submodules are the real ones."""
+
+    __path__ = [str(Path(torch.__file__).with_name("_dynamo"))]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _as_it_is
+
+
+def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+    return function if callable(function) else _as_it_is
+
+
+@contextmanager
+def lean() -> Iterator[None]:
+    """For the block, torch has neither compiler nor torch.distributed; transformers remembers the latter. Who imported more keeps it."""
+    if _COMPILER in sys.modules:
+        yield
+        return
+    is_available = torch.distributed.is_available
+    torch._dynamo = sys.modules[_COMPILER] = _NoCompiler(_COMPILER)  # type: ignore[assignment]
+    torch.distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.distributed.is_available = is_available
+        del torch._dynamo, sys.modules[_COMPILER]
+
+
+with nullcontext() if "transformers" in sys.modules else lean():
+    import transformers.generation.utils  # noqa: F401  every model imports it
+    import transformers.models.auto.modeling_auto  # noqa: F401
+    from transformers import AttentionInterface
+    from transformers.cache_utils import Cache
+
+__all__ = ["AttentionInterface", "Cache", "lean"]

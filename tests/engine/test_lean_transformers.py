@@ -1,0 +1,31 @@
+"""What an engine imports: no compiler, which can still be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from engine.main import load
+from engine.settings import EngineSettings
+import torch
+
+load(Path(sys.argv[1]), "tiny", EngineSettings(device="cpu"))
+heavy = {"torch._dynamo", "torch.distributed.tensor", "torch._inductor"} & set(sys.modules)
+assert not heavy, heavy
+doubled = torch.compile(lambda value: value + value, backend="eager")
+assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
+assert "torch._dynamo" in sys.modules
+"""
+
+
+def test_engine_loads_a_model_without_the_compiler_which_stays_usable(tiny_dir: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tiny_dir)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
