@@ -60,7 +60,7 @@ def measure(
     drain = Drain(paths, TierSettings(store_map_bytes=1 << 30))
     drain.open()
     engine = EngineDriver.start(model, paths, context_tokens=8192)
-    engine.engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
+    engine.engine.lookup.finder = PrefixFinder(drain.store(), paths.lane_dir)
     try:
         tokens: list[int] = []
         for turn in range(TURNS):

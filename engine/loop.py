@@ -18,6 +18,7 @@ import structlog
 import torch
 
 from engine import messages as m
+from engine import stats
 from engine.adapters import Adapters
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
@@ -29,17 +30,18 @@ from engine.follow import Follower
 from engine.grammar import Grammars
 from engine.lane_watch import LaneWatch
 from engine.link import GatewayLink
+from engine.lookup import Lookup, resident_part
 from engine.model import Model
 from engine.placement import choose_slot
-from engine.plan import Kinds, Plan, Resident, Stored, make_plan
+from engine.plan import Kinds, Plan, Resident
 from engine.points import Points
-from engine.restore import Restore, Speeds, worth_restoring
+from engine.restore import Restore, Speeds
 from engine.sampler import logprobs_of, sample
-from engine.schedule import Action, Kind, choose, exact_start
+from engine.schedule import Action, Kind, choose
 from engine.sequence import Sequence
+from engine.stats import Counters
 from engine.status_page import StatusPage
 from tiers.layout import RootId
-from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
 
 log = structlog.get_logger()
@@ -49,20 +51,6 @@ _FOLLOW_WAIT_S = 0.004  # while a followed stream may have new rows in its engin
 _STATS_INTERVAL_S = 1.0
 # Ended streams that are told to a gateway that attaches: those that ended while it was away.
 _REMEMBERED = 256
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start of the process."""
-
-    steps: int = 0
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    forced_tokens: int = 0
-    restored_tokens: int = 0
-    bad_blocks: int = 0
-    decode_step_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,7 +66,7 @@ class Engine:
     arena: Arena
     cache: ArenaCache
     capture: Capture | None
-    finder: PrefixFinder
+    lookup: Lookup
     link: GatewayLink
     page: StatusPage
     speeds: Speeds
@@ -156,7 +144,7 @@ class Engine:
 
     def follow(self) -> None:
         """A slice of what is followed, after the step."""
-        for told in self.follower.step(self.finder, busy=self.last_kind != "idle"):
+        for told in self.follower.step(self.lookup.finder, busy=self.last_kind != "idle"):
             self.link.send(told)
 
     def step(self) -> None:
@@ -410,9 +398,9 @@ class Engine:
             self.active.append(sequence)
             shared = choice.shared
             followed = self.follower.exact_count(choice.source) >= shared  # then these are the tiers' own rows
-            if sequence.recovering and not followed and self._stored(sequence, tokens, limit) >= shared:
+            if sequence.recovering and not followed and self.lookup.stored(sequence, tokens, limit) >= shared:
                 shared = 0
-            plan = self._plan(sequence, tokens, limit, self._resident(choice.source, shared))
+            plan = self.lookup.plan(sequence, tokens, limit, resident_part(choice.source, shared))
             self._place(sequence, choice.target, choice.source, plan, tokens)
 
     def _admissible(self, sequence: Sequence) -> bool:
@@ -474,7 +462,7 @@ class Engine:
             return
         earlier = sequence.restore
         sequence.restore = Restore(
-            self._root_of(sequence),
+            self.lookup.root_of(sequence),
             sequence.submit.namespace,
             sequence.array(),
             self.block_tokens,
@@ -484,67 +472,10 @@ class Engine:
         if earlier is not None:
             sequence.restore.carry(earlier)
 
-    def _root_of(self, sequence: Sequence) -> RootId:
-        """What the sequence's state depends on: the model's root, or that of its adapter over it."""
-        return RootId(m.adapter_root(self.root, sequence.submit.adapter))
-
-    def _stored(self, sequence: Sequence, tokens: np.ndarray, limit: int) -> int:
-        """How much of a recovered stream the tiers hold. It is preferred to what happens to be on this device.
-
-        The dead engine's own rows continue its stream bit for bit; rows of an equal prefix that this device computed in
-        steps of another shape differ in the last bits, which can turn a draw that falls on a boundary.
-        """
-        extents = self.finder.find(
-            self._root_of(sequence), sequence.submit.namespace, tokens, limit=limit, block_tokens=self.block_tokens
-        )
-        return extents[-1].token_end if extents else 0
-
-    def _resident(self, slot: Slot, shared: int) -> Resident:
-        """What of a token list's first `shared` tokens a slot holds."""
-        if not shared:
-            return Resident()
-        live = slot.state_position if slot.state_position <= shared else -1
-        return Resident(shared, tuple(slot.bases[1:]), live, frozenset(at for at in slot.points if at <= shared))
-
-    def _plan(self, sequence: Sequence, tokens: np.ndarray, limit: int, resident: Resident) -> Plan:
-        """Where to go on from: on the device already, or worth restoring."""
-        stored = self._find(sequence, tokens, limit, resident)
-        best = make_plan(self.kinds, resident, stored, lambda at: self._exact(sequence, at))
-        if best.goal <= resident.shared and not best.from_tiers:
-            return best
-        without = make_plan(self.kinds, resident, Stored(), lambda at: self._exact(sequence, at))
-        byte_count = (best.goal - best.device) * self.arena.layout.token_bytes + self.arena.states.state_bytes
-        if worth_restoring(best.goal - without.goal, byte_count, self.speeds):
-            return best
-        sequence.reason = "computing is faster than restoring here"
-        return without
-
-    def _find(self, sequence: Sequence, tokens: np.ndarray, limit: int, resident: Resident) -> Stored:
-        """What the tiers hold of a token list that was not found damaged."""
-        damage, namespace = sequence.damage, sequence.submit.namespace
-        start = resident.shared if self.kinds.append_only else 0
-        limit = min(limit, damage.limit)
-        with self.finder.reading() as read:
-            root = self._root_of(sequence)
-            extents = read.find(root, namespace, tokens, limit=limit, start=start, block_tokens=self.block_tokens)
-            if not self.kinds.recurrent:
-                return Stored(extents)
-            points = read.points(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens)
-            return Stored(extents, [point for point in points if point.position not in damage.points])
-
-    def _exact(self, sequence: Sequence, position: int) -> int:
-        """Where to go on from, so that a recovery's prefill has the same bits as the first time."""
-        submit = sequence.submit
-        nothing_delivered = sequence.submitted_count == submit.prompt_count
-        if sequence.recovering and (position < submit.prompt_count or nothing_delivered):
-            start = max(0, submit.prefill_start)
-            return exact_start(position, start, submit.prompt_count, self.prefill_chunk, sequence.cuts)
-        return position
-
     def _restore(self, sequence: Sequence) -> None:
         restore, slot = sequence.restore, sequence.slot
         assert restore is not None and slot is not None, "scheduled without a restore"
-        if not restore.slice(self.finder, self.arena, slot, self.speeds):
+        if not restore.slice(self.lookup.finder, self.arena, slot, self.speeds):
             return
         self.counters.restored_tokens += sum(restore.reused.values()) - restore.carried
         self.counters.bad_blocks += restore.bad_blocks
@@ -556,7 +487,7 @@ class Engine:
         tokens = sequence.array()
         rows = min(slot.length, sequence.damage.limit) if self.kinds.append_only else sequence.device_tokens
         points = frozenset(at for at in slot.points if at <= rows)
-        plan = self._plan(sequence, tokens, len(tokens) - 1, Resident(rows, (), -1, points))
+        plan = self.lookup.plan(sequence, tokens, len(tokens) - 1, Resident(rows, (), -1, points))
         slot.length = plan.device
         self._follow(sequence, plan)
 
@@ -575,9 +506,9 @@ class Engine:
         sequence.started = m.Started(
             stream=submit.stream,
             epoch=submit.epoch,
-            verdict=_verdict(sequence),
+            verdict=sequence.verdict,
             reason=sequence.reason,
-            reused=_reused(sequence),
+            reused=sequence.reused,
             recomputed=len(sequence.tokens) - sequence.computed,
             prefill_start=sequence.computed,
             wait_ms=max(0.0, (now - sequence.arrived) * 1e3 - restore_ms),
@@ -787,17 +718,10 @@ class Engine:
         live = [(s.cursor, s.slot) for s in self.active if s.cursor and s.slot]
         for cursor, slot in (*live, *self.lagging):
             if not cursor.lost:
-                self.capture.begin_again(cursor, self._held(slot))
+                self.capture.begin_again(cursor, self.lookup.held(slot))
                 slot.stored = min(slot.stored, cursor.position)
         self._catch_up()
         log.info("capture.lane_renewed", lane=str(lane.path), sequences=len(live) + len(self.lagging))
-
-    def _held(self, slot: Slot) -> int:
-        """How much of a slot's token list the tiers hold."""
-        tokens = np.ascontiguousarray(slot.tokens[: slot.length])
-        root = RootId(m.adapter_root(self.root, slot.adapter))
-        extents = self.finder.find(root, slot.namespace, tokens, limit=len(tokens), block_tokens=self.block_tokens)
-        return extents[-1].token_end if extents else 0
 
     def _abandon(self, slot: Slot) -> None:
         """A slot is taken over: what of it was never captured is lost to the tiers, and only costs recomputing."""
@@ -836,92 +760,10 @@ class Engine:
                 self.capture.settle()
             self.link.send(m.Captured(positions))
 
-    def tenant_stats(self) -> dict[str, m.TenantStats]:
-        """What each tenant takes of this engine now."""
-        resident = [slot for slot in self.arena.slots if slot.length and slot.namespace]
-        names = {slot.namespace for slot in resident} | self.evicted.keys()
-        used, refused = Counter[str](), Counter[str]()
-        if self.capture:
-            shares = self.capture.lane.shares
-            shares.free(self.capture.lane.tail)
-            used, refused = shares.used, shares.refused
-            names |= {name for name, size in used.items() if name and size} | refused.keys()
-        return {
-            name: m.TenantStats(
-                memory_bytes=sum(self.arena.slot_bytes(slot) for slot in resident if slot.namespace == name),
-                memory_limit=self.tiers.tenant_limit(name, "memory"),
-                evicted=self.evicted[name],
-                lane_bytes=used[name],
-                lane_limit=self.tiers.tenant_limit(name, "lane"),
-                lane_refused=refused[name],
-                lag_tokens=sum(s.length - s.stored for s in resident if s.namespace == name and s.captured),
-            )
-            for name in sorted(names)
-        }
-
     def stats(self) -> m.EngineStats:
         """Counters and gauges of this moment."""
-        slots, counters, capture = self.arena.slots, self.counters, self.capture
-        resident = [slot for slot in slots if slot.length]
-        return m.EngineStats(
-            running=len(self.active),
-            waiting=len(self.waiting),
-            slots=len(slots),
-            slots_in_use=sum(slot.busy for slot in slots),
-            resident_sessions=len({slot.session for slot in resident if slot.session}),
-            resident_tokens=sum(slot.length for slot in resident),
-            steps=counters.steps,
-            decode_steps=counters.decode_steps,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            forced_tokens=counters.forced_tokens,
-            restored_tokens=counters.restored_tokens,
-            captured_bytes=capture.captured_bytes if capture else 0,
-            capture_seconds=capture.seconds if capture else 0.0,
-            lane_full=capture.lane_full if capture else 0,
-            lanes_renewed=self.lane_watch.renewed,
-            lane_gone=int(self.lane_watch.is_gone),
-            lane_free_bytes=capture.lane.free_bytes if capture else 0,
-            bad_blocks=counters.bad_blocks,
-            capture_lag_tokens=sum(slot.length - slot.stored for slot in resident if slot.captured),
-            points_taken=self.points.taken,
-            points_resident=sum(len(slot.points) for slot in resident),
-            points_written=self.points.written,
-            point_bytes=self.points.written_bytes,
-            points_waiting=len(self.points.waiting),
-            points_dropped=self.points.dropped,
-            points_missing=self.points.missing,
-            windows_lost=capture.windows_lost if capture else 0,
-            capture_by_handlers=int(capture.by_handlers) if capture else 0,
-            restore_by_handlers=int(capture.restore_by == "scatter") if capture else 0,
-            decode_graphs=self.graphs.recorded,
-            decode_graph_steps=self.graphs.replayed,
-            prefill_tokens_per_s=self.speeds.prefill_tokens_per_s,
-            restore_bytes_per_s=self.speeds.restore_bytes_per_s,
-            decode_step_ms=counters.decode_step_ms,
-            followed_streams=len(self.follower.follows),
-            followed_tokens=sum(known.slot.length for known in self.follower.follows.values()),
-            followed_restored_tokens=self.follower.restored_tokens,
-            capture_by=capture.by if capture else "",
-            restore_by=capture.restore_by if capture else "",
-            decode_graph=self.graphs.off or "on",
-        )
+        return stats.engine_stats(self)
 
-
-def _reused(sequence: Sequence) -> dict[str, int]:
-    """Tokens by the tier that they came from; what was put back but is computed again is taken off the last tier."""
-    counts = {"device": sequence.device_tokens, **(sequence.restore.reused if sequence.restore else {})}
-    surplus = sum(counts.values()) - sequence.computed
-    for tier in reversed(list(counts)):
-        off = min(surplus, counts[tier])
-        counts[tier] -= off
-        surplus -= off
-    return {tier: count for tier, count in counts.items() if count}
-
-
-def _verdict(sequence: Sequence) -> str:
-    if sequence.reason:
-        return "partial" if sequence.computed else "recomputed"
-    if not sequence.computed:
-        return "new"
-    return "restored" if sequence.restore and sequence.restore.reused else "resident"
+    def tenant_stats(self) -> dict[str, m.TenantStats]:
+        """What each tenant takes of this engine now."""
+        return stats.tenant_stats(self)

@@ -35,6 +35,7 @@ from engine.follow import Follower
 from engine.grammar import Grammars, warm
 from engine.lane_watch import LaneWatch
 from engine.link import GatewayLink
+from engine.lookup import Lookup
 from engine.loop import Engine
 from engine.model import Model, load
 from engine.points import Points
@@ -154,6 +155,7 @@ def build(
     speeds.always_restore = options.restore == "always"
     adapters = Adapters(model.module, by_token=options.deterministic)
     cache.row_begins = adapters.only
+    finder = PrefixFinder(StoreReader(paths.store, map_bytes=tiers.store_map_bytes), paths.lane_dir)
     return Engine(
         name=engine,
         incarnation=incarnation,
@@ -161,7 +163,7 @@ def build(
         arena=arena,
         cache=cache,
         capture=capture,
-        finder=PrefixFinder(StoreReader(paths.store, map_bytes=tiers.store_map_bytes), paths.lane_dir),
+        lookup=Lookup(finder, arena, speeds, root, tiers.block_tokens, options.prefill_chunk),
         link=GatewayLink(paths.engine_socket(engine)),
         page=page,
         speeds=speeds,

@@ -95,6 +95,26 @@ class Sequence:
         """Tokens of the answer so far."""
         return self.tokens[self.submit.prompt_count :]
 
+    @property
+    def reused(self) -> dict[str, int]:
+        """Tokens by the tier that they came from; what was put back but is computed again is taken off the last tier."""
+        counts = {"device": self.device_tokens, **(self.restore.reused if self.restore else {})}
+        surplus = sum(counts.values()) - self.computed
+        for tier in reversed(list(counts)):
+            off = min(surplus, counts[tier])
+            counts[tier] -= off
+            surplus -= off
+        return {tier: count for tier, count in counts.items() if count}
+
+    @property
+    def verdict(self) -> str:
+        """What became of the stored prefix, in one word."""
+        if self.reason:
+            return "partial" if self.computed else "recomputed"
+        if not self.computed:
+            return "new"
+        return "restored" if self.restore and self.restore.reused else "resident"
+
     def array(self) -> np.ndarray:
         """The token list as int32."""
         return np.asarray(self.tokens, dtype=np.int32)

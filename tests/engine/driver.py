@@ -52,7 +52,7 @@ class EngineDriver:
             self.engine.capture.lane.close()
         self.engine.link.close()
         self.engine.grammars.close()
-        self.engine.finder.close()
+        self.engine.lookup.finder.close()
 
     def handle(self, *messages: m.ToEngine) -> None:
         for message in messages:

@@ -82,6 +82,6 @@ def test_a_tenant_beyond_its_share_of_the_lane_lags_alone_and_is_caught_up(start
         engine.step()
     stats = engine.engine.tenant_stats()
     assert stats["small"].lag_tokens == 0
-    assert engine.engine.finder.find(
+    assert engine.engine.lookup.finder.find(
         engine.engine.root, "small", np.array(prompt, np.int32), limit=120, block_tokens=engine.engine.block_tokens
     )[-1].token_end == 120  # fmt: skip

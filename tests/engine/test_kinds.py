@@ -55,7 +55,7 @@ def start(models: Callable[[str], Path], kind: str, paths: Paths, drain: Drain) 
     def started(name: str = "e0", **options: Any) -> EngineDriver:
         options = {"prefill_chunk": CHUNK, "context_tokens": 1024, "lane_bytes": 8 << 20, **options}
         engines.append(EngineDriver.start(models(kind), paths, name, **options))
-        engines[-1].engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
+        engines[-1].engine.lookup.finder = PrefixFinder(drain.store(), paths.lane_dir)
         return engines[-1]
 
     yield started

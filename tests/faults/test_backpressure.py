@@ -66,7 +66,7 @@ def start(tiny_dir: Path, world: World, name: str = "e0") -> EngineDriver:
 def stop(engine: EngineDriver) -> None:
     """Also lets go of the store: LMDB can be open only once in a process."""
     engine.close()
-    engine.engine.finder._store.close()  # type: ignore[attr-defined]
+    engine.engine.lookup.finder._store.close()  # type: ignore[attr-defined]
 
 
 def lag(engine: EngineDriver) -> int:

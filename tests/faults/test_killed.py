@@ -161,7 +161,7 @@ def test_killed_engine(name: str, tiny_dir: Path, world: World) -> None:
     drain = Drain(paths, TierSettings(store_map_bytes=1 << 30))
     drain.open()
     other = EngineDriver.start(tiny_dir, paths, "e1")
-    other.engine.finder = PrefixFinder(drain.store(), paths.lane_dir)
+    other.engine.lookup.finder = PrefixFinder(drain.store(), paths.lane_dir)
     other.handle(submit("s", prompt, answer=12, epoch=2))
     other.run()
     assert other.tokens("s") == expected
