@@ -206,7 +206,7 @@ def lane_of(engine: str, incarnation: int, tiers: TierSettings, paths: Paths) ->
 
 def open_tiers(loop: Engine) -> None:
     """Look something up, so that the first request finds lanes and store open."""
-    loop.finder.find(loop.root, "default", np.zeros(1, np.int32), limit=1, block_tokens=loop.block_tokens)
+    loop.lookup.finder.find(loop.root, "default", np.zeros(1, np.int32), limit=1, block_tokens=loop.block_tokens)
 
 
 def measure(model: Model, arena: Arena, cache: ArenaCache) -> Speeds:
