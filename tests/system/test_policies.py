@@ -144,7 +144,7 @@ def test_tiny_everything_killed_under_each_policy(any_policy: System, count: int
         check(any_policy, count, "everything killed")
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [1, 32])
 def test_tiny_engine_killed_while_it_prefills(any_policy: System, count: int) -> None:
     """The kill comes when the gateway has given it the first stream; what is computed undisturbed comes later, from what is stored."""
     system = any_policy
