@@ -47,11 +47,13 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool) 
 
 def run_restore(here: Installation, source: Path, as_json: bool, *, replace: bool, yes: bool, dry_run: bool) -> None:
     """Put a backup into the data directory. Raises StateRefused (it is served, or not empty), BadData."""
+    if not source.is_dir():
+        raise OpsError(f"there is no directory {source}")
     try:
         manifest = read_manifest(source)
     except (BadFile, OtherFormat) as error:
         raise BadData(str(error)) from error
-    there = occupied(here.paths)
+    there, aside = occupied(here.paths), list[Path]()
     if here.owner or here.gateway is not None:
         raise StateRefused(f"{here.paths.data_dir} is being served; stop it first")
     if there and not replace:
@@ -63,7 +65,9 @@ def run_restore(here: Installation, source: Path, as_json: bool, *, replace: boo
         wrong = []
         if there:
             confirm(f"Move {', '.join(there)} of {here.paths.data_dir} aside and put the backup there?", yes=yes)
+        before = set(here.paths.data_dir.glob("replaced-*"))
         manifest = _restore(here, source, as_json)
+        aside = sorted(set(here.paths.data_dir.glob("replaced-*")) - before)
     if as_json:
         row = {"path": str(source), "data_dir": str(here.paths.data_dir), "dry_run": dry_run, "replaces": there}
         print_json({**row, "findings": wrong, **_row(manifest)})
@@ -73,8 +77,10 @@ def run_restore(here: Installation, source: Path, as_json: bool, *, replace: boo
         click.echo(
             f"the backup of {made} {verb} to {here.paths.data_dir}: {len(manifest.files)} files, {size(manifest.total_bytes)}"
         )
-        if there:
-            click.echo(f"what was there {'would be' if dry_run else 'is'} moved to {here.paths.data_dir}/replaced-N")
+        if there and dry_run:
+            click.echo(f"what is there would be moved to {here.paths.data_dir}/replaced-N")
+        for path in aside:
+            click.echo(f"what was there is in {path}")
         for text in wrong:
             click.echo(f"bad: {text}")
     if wrong:

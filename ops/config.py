@@ -381,6 +381,9 @@ def _read_file(path: str | os.PathLike[str] | None, data_dir: Path) -> dict[str,
         if path:
             raise ConfigError(f"{file}: no such file") from error
         return {}
+    except PermissionError as error:
+        hint = "run this as the user whom the data directory belongs to, or name another one by --data-dir"
+        raise ConfigError(f"{file}: no permission to look for it; {hint}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: can't be read: {error}") from error
     except tomllib.TOMLDecodeError as error:

@@ -5,6 +5,7 @@ Runs in the command's own process.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -73,6 +74,19 @@ class Group(click.Group):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
+        except OSError as error:
+            click.echo(f"concordia: {system_problem(error)}", err=True)
+            ctx.exit(OpsError.exit_code)
+
+
+def system_problem(error: OSError) -> str:
+    """What the system has refused, and what to do about it."""
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if isinstance(error, PermissionError):
+        return f"{what}. Run it as the user whom that belongs to: the one who runs `concordia serve`"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}. Free some room, and run it again"
+    return what
 
 
 def tier_exit_code(error: TierError) -> int:
@@ -130,12 +144,16 @@ def destructive_flags(function: Function) -> Function:
     return click.option("--yes", "-y", is_flag=True, help="Don't ask.")(function)
 
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask on the terminal unless `yes`. Raises StateRefused if the answer is no, or nobody can be asked."""
+def confirm(question: str, *, yes: bool, dry_run: bool = True) -> None:
+    """Ask on the terminal unless `yes`. Raises StateRefused if the answer is no, or nobody can be asked.
+
+    dry_run  whether the command has that flag
+    """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise StateRefused(f"{question} Nobody can be asked here: add --yes, or see what it would do by --dry-run")
+        more = ", or see what it would do by --dry-run" if dry_run else ""
+        raise StateRefused(f"{question} Nobody can be asked here: add --yes{more}")
     if not click.confirm(question, default=False, err=True):
         raise StateRefused("nothing was done")
 

@@ -11,7 +11,7 @@ import click
 
 from ops.errors import BadData, OpsError
 from ops.flags import print_json
-from ops.installation import Installation
+from ops.installation import Installation, need_data
 from ops.show import console, size, table
 from tiers.errors import BadFile, OtherFormat
 from tiers.export import MAGIC, NAMES, open_exported, read_items
@@ -71,6 +71,7 @@ def _record_cells(row: RecordRow) -> tuple[Any, ...]:
 
 
 def _show_sequences(here: Installation, target: str, as_json: bool, limit: int, check: bool) -> int:
+    need_data(here)
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:
         found = sequences(store, session=target) or sequences(store, stream=target) or _by_id(store, target)

@@ -65,6 +65,8 @@ class Installation:
         """The gateway. Raises NotRunning."""
         if self.gateway is None:
             other = f"; the one that answers serves {self.foreign}" if self.foreign else ""
+            if not other and not self.paths.data_dir.is_dir():
+                other = "; there is no such data directory either: name the installation by --data-dir or --url"
             raise NotRunning(f"{what} needs the gateway of {self.paths.data_dir}, and none answers{other}")
         return self.gateway
 
@@ -103,8 +105,13 @@ def find(config: Config, url: str | None = None) -> Installation:
 
 def need_data(here: Installation) -> None:
     """Raise StateRefused if there is no data directory."""
-    if not here.paths.data_dir.is_dir():
-        raise StateRefused(f"there is no data directory {here.paths.data_dir}; name the installation by --data-dir")
+    need_directory(here.paths)
+
+
+def need_directory(paths: Paths) -> None:
+    """Raise StateRefused if there is no data directory."""
+    if not paths.data_dir.is_dir():
+        raise StateRefused(f"there is no data directory {paths.data_dir}; name the installation by --data-dir")
 
 
 @contextlib.contextmanager

@@ -26,8 +26,10 @@ from ops.errors import AlreadyRunning, ModelError, OpsError
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, print_welcome
 from ops.status import engine_state
+from tiers.errors import StoreFailed
 from tiers.keys import Keyring
 from tiers.lock import is_held
+from tiers.view import StoreReader
 
 log = structlog.get_logger("serve")
 
@@ -171,12 +173,23 @@ def kill_all(config: Config) -> list[int]:
 
 
 def refuse_early(config: Config) -> None:
-    """Raise AlreadyRunning for a directory or port that is taken, before anything is made or pulled."""
+    """Refuse what can't be served before anything is made or pulled.
+
+    Raises AlreadyRunning (directory or port are taken), BadKeys, OtherFormat (a store of a later version)
+    """
     lock = config.paths.serve_lock
     if is_held(lock):
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
     check_port(config.gateway.host, config.gateway.port)
     Keyring.from_environment()  # raises BadKeys now rather than in every process
+    store = StoreReader(config.paths.store, map_bytes=config.tiers.store_map_bytes)
+    try:
+        with store.snapshot():
+            pass  # raises OtherFormat: a later version's store, which no process here could use
+    except StoreFailed:
+        pass  # the keeper says what is wrong, and serving goes on without it
+    finally:
+        store.close()
 
 
 def serve(config: Config, model_dir: Path, model_name: str) -> None:

@@ -15,6 +15,7 @@ from ops.config import Config
 from ops.flags import Command, client_flags, configured, destructive_flags, json_flag, place_flags
 
 _FILE = click.Path(path_type=Path)
+_AT_LEAST_0 = click.FloatRange(min=0)
 
 
 def _key_flags(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,10 +28,14 @@ def _key_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.command(cls=Command, exits=(6,))
+@click.command(cls=Command, exits=(5, 6))
 @click.argument("target", required=False, type=_FILE, metavar="[FILE]")
 @click.option(
-    "--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes."
+    "--limit-mb-s",
+    type=_AT_LEAST_0,
+    default=0.0,
+    metavar="N",
+    help="Read at most so many MB a second, default as fast as it goes.",
 )
 @place_flags
 @json_flag
@@ -49,10 +54,12 @@ def verify(config: Config, target: Path | None, limit_mb_s: float, as_json: bool
         doer.run(config, as_json, limit_mb_s=limit_mb_s)
 
 
-@click.command(cls=Command, exits=(6,))
+@click.command(cls=Command, exits=(5, 6))
 @click.argument("target")
-@click.option("--from", "from_number", type=int, metavar="N", help="First record of a lane to show.")
-@click.option("--limit", type=int, default=1000, show_default=True, metavar="N", help="Show at most so many.")
+@click.option("--from", "from_number", type=click.IntRange(0), metavar="N", help="First record of a lane to show.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=1000, show_default=True, metavar="N", help="Show at most so many."
+)
 @click.option(
     "--freed", is_flag=True, help="Records of a lane that are on disk already, too, as far as they are still there."
 )
@@ -96,7 +103,7 @@ def recover(config: Config, url: str | None, as_json: bool) -> None:
 
 
 @click.command(cls=Command, exits=(5, 6))
-@click.option("--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second.")
+@click.option("--limit-mb-s", type=_AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second.")
 @destructive_flags
 @client_flags
 @json_flag
@@ -219,9 +226,14 @@ def restore(
 
 @click.command(cls=Command, exits=(5,))
 @click.option(
-    "--settle-s", default=0.0, show_default=True, metavar="S", help="Leave alone what was used in the last S seconds."
+    "--settle-s",
+    type=_AT_LEAST_0,
+    default=0.0,
+    show_default=True,
+    metavar="S",
+    help="Leave alone what was used in the last S seconds.",
 )
-@click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option("--grace-s", type=_AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
 @click.option(
     "--shrink", is_flag=True, help="Then make the store's file as small as what is in it: copy, verify, switch."
 )
@@ -251,7 +263,7 @@ def compact(
 
 
 @click.command(cls=Command, exits=(5,))
-@click.option("--grace-s", type=float, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option("--grace-s", type=_AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
 @click.option(
     "--drop-locked", is_flag=True, help="Give up what is sealed with keys that are not given: they are forgotten."
 )

@@ -50,7 +50,7 @@ def run_export(
     need_data(here)
     keys = ExportKeys() if plain else keys
     if target.exists():
-        confirm(f"{target} exists. Replace it?", yes=yes)
+        confirm(f"{target} exists. Replace it?", yes=yes, dry_run=False)
     if not here.drained() and any(waiting(here.paths).values()):
         recover(here.paths, here.config.tiers)
     record, tokens = _session(here, session)

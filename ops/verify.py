@@ -19,6 +19,7 @@ from gateway.sealing import Sealing
 from ops.config import Config
 from ops.errors import BadData, OpsError
 from ops.flags import print_json
+from ops.installation import need_directory
 from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.backup import check_backup
@@ -53,6 +54,7 @@ class Pace:
 def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
     """Check store, lanes and journals of one installation. Raises BadData if anything is damaged."""
     paths = config.paths
+    need_directory(paths)
     if not (paths.store / "data.mdb").exists():
         raise OpsError(f"nothing is stored in {paths.data_dir}; name the installation by --data-dir")
     checked, findings = Checked(), []
@@ -108,6 +110,8 @@ def find_damage(
         )
     try:
         return list(verify(paths.store, lane_dir, map_bytes=config.tiers.store_map_bytes, checked=checked, pace=pace))
+    except OtherFormat:
+        raise  # it may be whole: another version's
     except TierError as error:
         raise BadData(
             f"{paths.store} can't be read: {error}; `concordia repair` saves what can be, or restore a backup"

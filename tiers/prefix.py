@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import structlog
 
-from tiers.errors import BadBlock, BadRecord, StoreFailed
+from tiers.errors import BadBlock, BadRecord, OtherFormat, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
@@ -373,7 +373,7 @@ class PrefixFinder:
             try:
                 view = opened.enter_context(self._store.snapshot())
                 self.unusable = ""
-            except StoreFailed as error:
+            except (StoreFailed, OtherFormat) as error:
                 if str(error) != self.unusable:
                     log.error("restore.store_unusable", error=str(error))
                 self.unusable = str(error)

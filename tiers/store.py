@@ -18,7 +18,7 @@ import lmdb
 import structlog
 
 from tiers import failpoints, whole_file
-from tiers.errors import OtherFormat, StoreFailed
+from tiers.errors import StoreFailed
 from tiers.group import Group, Noting, Scratch
 from tiers.keys import Keyring, Locked
 from tiers.layout import RootId, chain_root
@@ -38,11 +38,10 @@ from tiers.store_file import (
 )
 from tiers.usage import Usage, measure_usage
 from tiers.values import DATABASES, NODE, Tenant, decode_progress, decode_root, encode, frame_offset
-from tiers.view import View
+from tiers.view import STORE_VERSION, View, check_version
 
 log = structlog.get_logger()
 
-STORE_VERSION = 2
 FREE_PAGES_BYTES = 128 << 20  # of its own pages that a file must have free to be written to on a full disk
 PAGES_PER_BYTE = 1.1  # pages of a file to bytes that are counted: room for its trees
 
@@ -171,8 +170,8 @@ class Store:
             elif int(found) == 1:
                 _upgrade(txn, self._db)
                 log.info("store.upgraded", path=str(self.path), was=1, now=STORE_VERSION)
-            elif int(found) != STORE_VERSION:
-                raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(self.path))
+            else:
+                check_version(found, self.path)
 
     @contextmanager
     def group(self, *, freeing: bool = False) -> Iterator[Group]:

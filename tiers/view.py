@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from tiers import whole_file
 from tiers.base import Base, SessionKey, unpack_base
-from tiers.errors import BadBlock, StoreFailed
+from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.keys import Keyring, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.store_file import identity, opening, translated
@@ -53,6 +53,7 @@ from tiers.values import (
     value_tokens,
 )
 
+STORE_VERSION = 2
 OPENED = ("sequences", "bases", "children")  # small sealed values that a scan opens
 
 
@@ -322,6 +323,12 @@ class View:
         return self._txn.stat(self._db[database.encode()])["entries"]
 
 
+def check_version(found: bytes | None, path: Path) -> None:
+    """Raises OtherFormat: the store is of a version that this one doesn't know."""
+    if found is not None and int(found) > STORE_VERSION:
+        raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(path))
+
+
 class EmptyView(View):
     """The store before the keeper has made it: nothing is found."""
 
@@ -413,7 +420,7 @@ class StoreReader:
 
     @contextmanager
     def snapshot(self) -> Iterator[View]:
-        """A consistent view of what is committed; an empty one if there is no store yet. Raises StoreFailed."""
+        """A consistent view of what is committed; an empty one if there is no store yet. Raises StoreFailed, OtherFormat."""
         if not self._open():
             yield EmptyView()
             return
@@ -440,7 +447,9 @@ class StoreReader:
             try:
                 whole_file.refuse_short(env, self.path)
                 self._db = {name: env.open_db(name, create=False) for name in DATABASES}
-            except StoreFailed:
+                with env.begin(db=self._db[b"meta"]) as txn:
+                    check_version(txn.get(b"version"), self.path)
+            except (StoreFailed, OtherFormat):
                 env.close()
                 raise
             except lmdb.NotFoundError:  # the keeper is just making it, or hasn't upgraded it yet

@@ -1,0 +1,109 @@
+"""What an operator meets on the way: nothing there, not allowed, a later version's store, numbers that make no sense."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from ops.flags import system_problem
+from ops.serve import refuse_early
+from tests.ops.conftest import TOKENS, Place
+from tiers.errors import OtherFormat
+
+ABOUT_A_STORE: list[tuple[str, ...]] = [
+    ("sessions", "ls"), ("sessions", "show", "chat"), ("sessions", "rm", "chat", "--yes"), ("sessions", "pin", "chat"),
+    ("inspect", "chat"), ("verify",), ("recover",), ("repair",), ("compact",), ("gc",), ("stats",), ("export", "chat"),
+    ("backup", "somewhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ABOUT_A_STORE, ids=" ".join)
+def test_without_a_data_directory_every_command_says_so_and_makes_none(
+    places: Callable[[str], Place], tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nothing = places("nothing")
+    for path in sorted(nothing.paths.data_dir.rglob("*"), reverse=True):
+        path.rmdir()
+    nothing.paths.data_dir.rmdir()
+    code = 4 if command[0] == "sessions" and command[1] != "pin" else 5
+    said = nothing.refused(code, *command)
+    assert "no data directory" in said or "no such data directory" in said
+    assert "--data-dir" in said and not nothing.paths.data_dir.exists()
+
+
+def test_a_store_of_a_later_version_is_left_alone_by_every_command(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place.session("chat", TOKENS)
+    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
+    with environment.begin(write=True, db=environment.open_db(b"meta")) as transaction:
+        transaction.put(b"version", b"9")
+    environment.close()
+    before = (place.paths.store / "data.mdb").read_bytes()
+    for command in ABOUT_A_STORE[:-1]:  # a backup copies what is there, whatever it is
+        assert "the store has version 9, this is 2" in place.refused(1, *command), command
+    assert (place.paths.store / "data.mdb").read_bytes() == before
+    assert place.world.restorable(TOKENS) == 0, "an engine finds nothing in it, and goes on"
+
+
+def test_serve_refuses_it_before_it_starts_anything(place: Place) -> None:
+    from ops import config
+
+    place.session("chat", TOKENS)
+    environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
+    with environment.begin(write=True, db=environment.open_db(b"meta")) as transaction:
+        transaction.put(b"version", b"3")
+    environment.close()
+    settings = config.load({"data_dir": str(place.paths.data_dir), "gateway.port": 1}, environment={})
+    with pytest.raises(OtherFormat, match="version 3"):
+        refuse_early(settings)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "--limit-mb-s", "-1"), ("repair", "--limit-mb-s", "-1"), ("compact", "--settle-s", "-1"),
+        ("compact", "--grace-s", "-1"), ("gc", "--grace-s", "-1"), ("inspect", "e0", "--limit", "0"),
+        ("inspect", "e0", "--from", "-1"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_wrong_usage(place: Place, command: tuple[str, ...]) -> None:
+    result = place.run(*command)
+    assert result.exit_code == 2 and "not in the range" in result.stderr
+
+
+def test_what_the_system_refuses_is_one_line_that_says_what_to_do(place: Place) -> None:
+    denied = system_problem(PermissionError(errno.EACCES, "Permission denied", "/data/store"))
+    assert denied == (
+        "/data/store: Permission denied. Run it as the user whom that belongs to: the one who runs `concordia serve`"
+    )
+    assert "Free some room" in system_problem(OSError(errno.ENOSPC, "No space left on device", "/data/f"))
+    place.paths.store.rmdir()
+    place.paths.store.write_text("not a directory")
+    for command in (("stats",), ("recover",), ("compact",)):
+        assert str(place.paths.store) in place.refused(1, *command), command
+
+
+def test_questions_name_only_flags_that_there_are(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    place.json("export", "chat", "-o", str(tmp_path / "f"))
+    said = place.refused(5, "export", "chat", "-o", str(tmp_path / "f"))
+    assert "--yes" in said and "--dry-run" not in said
+    assert "there is no directory" in place.refused(1, "restore", str(tmp_path / "nowhere"))
+
+
+def test_restore_says_where_what_was_there_is_now(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    place.json("backup", str(tmp_path / "backup"))
+    for number in range(2):
+        result = place.run("restore", str(tmp_path / "backup"), "--replace", "--yes")
+        assert (
+            result.exit_code == 0 and f"what was there is in {place.paths.data_dir}/replaced-{number}" in result.stdout
+        )
