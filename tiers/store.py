@@ -38,7 +38,7 @@ from tiers.store_file import (
 )
 from tiers.usage import Usage, measure_usage
 from tiers.values import DATABASES, NODE, Tenant, decode_progress, decode_root, encode, frame_offset
-from tiers.view import STORE_VERSION, View, check_version
+from tiers.view import STORE_VERSION, View
 
 log = structlog.get_logger()
 
@@ -170,8 +170,8 @@ class Store:
             elif int(found) == 1:
                 _upgrade(txn, self._db)
                 log.info("store.upgraded", path=str(self.path), was=1, now=STORE_VERSION)
-            else:
-                check_version(found, self.path)
+            elif int(found) != STORE_VERSION:
+                raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(self.path))
 
     @contextmanager
     def group(self, *, freeing: bool = False) -> Iterator[Group]:

@@ -262,10 +262,10 @@ def test_bad_input_is_wrong_usage(arguments: list[str], tmp_path: Path) -> None:
         (["export", "x"], 5),
         (["backup", "TARGET"], 5),
         (["import", "TARGET"], 1),
-        (["restore", "TARGET"], 6),
-        (["verify"], 1),
+        (["restore", "TARGET"], 1),
+        (["verify"], 5),
         (["verify", "TARGET"], 1),
-        (["inspect", "x"], 1),
+        (["inspect", "x"], 5),
         (["sessions", "ls"], 4),
         (["sessions", "show", "x"], 4),
         (["sessions", "park", "x"], 4),
@@ -278,6 +278,8 @@ def test_nothing_there_is_said_and_nothing_is_made(arguments: list[str], code: i
     result = concordia(*given, "--data-dir", str(tmp_path / "none"), *_ports(arguments))
     assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr, result.exception)
     assert result.stderr.startswith("concordia: ")
+    if code == 5:
+        assert "--data-dir" in result.stderr
     assert not (tmp_path / "none").exists()
 
 

@@ -1,9 +1,8 @@
-"""What an operator meets on the way: nothing there, not allowed, a later version's store, numbers that make no sense."""
+"""What an operator meets on the way: not allowed, a later version's store, numbers that make no sense."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -19,21 +18,6 @@ ABOUT_A_STORE: list[tuple[str, ...]] = [
     ("inspect", "chat"), ("verify",), ("recover",), ("repair",), ("compact",), ("gc",), ("stats",), ("export", "chat"),
     ("backup", "somewhere"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", ABOUT_A_STORE, ids=" ".join)
-def test_without_a_data_directory_every_command_says_so_and_makes_none(
-    places: Callable[[str], Place], tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    nothing = places("nothing")
-    for path in sorted(nothing.paths.data_dir.rglob("*"), reverse=True):
-        path.rmdir()
-    nothing.paths.data_dir.rmdir()
-    code = 4 if command[0] == "sessions" and command[1] != "pin" else 5
-    said = nothing.refused(code, *command)
-    assert "no data directory" in said or "no such data directory" in said
-    assert "--data-dir" in said and not nothing.paths.data_dir.exists()
 
 
 def test_a_store_of_a_later_version_is_left_alone_by_every_command(
