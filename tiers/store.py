@@ -18,7 +18,7 @@ import lmdb
 import structlog
 
 from tiers import failpoints, whole_file
-from tiers.errors import StoreFailed
+from tiers.errors import OtherFormat, StoreFailed
 from tiers.group import Group, Noting, Scratch
 from tiers.keys import Keyring, Locked
 from tiers.layout import RootId, chain_root
