@@ -3,7 +3,8 @@
 Question  Tokens/s of decode with `engine.deterministic` against without, at 1, 4 and 8 concurrent streams, and of a prompt.
 Regime    Demo model, one engine a system, two systems alive that differ only in that setting; they take turns, each first in
           every second round; prompts of plain English, greedy. Decode: rate while all streams of a round are decoding, a
-          context of about 1k tokens each. Prompt: 2,048 tokens that nobody has seen.
+          context of about 1k tokens each. Prompt: 2,048 tokens that nobody has seen. `tokens`: the same with a tiny linear
+          attention hybrid (tests/engine/kinds.py; contexts of 128, a prompt of 512), whose tokens are computed one by one.
 Baseline  not deterministic, the paired round next to it.
 Unit      tokens/s; ratio is deterministic / not: geometric mean over one pair of each order, then the median of those.
 Seed      --seed
@@ -15,15 +16,22 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench import report
 from bench.driver import System, at_once, request, system
 from bench.rates import add_pairs, decoding_rate
 from bench.sse import Answer
+from tests.engine.kinds import SAMPLE
+from tests.system.harness import build_kind
 
 STREAMS = (1, 4, 8)
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 2048
+ONE_BY_ONE_STREAMS = (1, 4)
+ONE_BY_ONE_CONTEXT_TOKENS = 128
+ONE_BY_ONE_PROMPT_TOKENS = 512
 
 
 def main() -> None:
@@ -32,24 +40,52 @@ def main() -> None:
     rounds, tokens = (2, 16) if options.quick else (8, 32)
     rows = report.Report("deterministic", options.quick)
 
+    def draw_plain(count: int) -> list[int]:
+        return report.random_tokens(draw, count)
+
+    def draw_tiny(count: int) -> list[int]:
+        return [draw.randrange(3, 512) for _ in range(count)]
+
+    measure(
+        rows, "", options.model, options.threads, draw_plain, (STREAMS, CONTEXT_TOKENS, PROMPT_TOKENS), rounds, tokens
+    )
+    with TemporaryDirectory(prefix="concordia-exact-") as directory:
+        model = str(build_kind(SAMPLE["linear"], Path(directory)))
+        sizes = (ONE_BY_ONE_STREAMS, ONE_BY_ONE_CONTEXT_TOKENS, ONE_BY_ONE_PROMPT_TOKENS)
+        measure(rows, "tokens ", model, options.threads, draw_tiny, sizes, rounds, tokens)
+    rows.finish()
+
+
+def measure(
+    rows: report.Report,
+    prefix: str,
+    model: str,
+    threads: int,
+    draw: Callable[[int], list[int]],
+    sizes: tuple[tuple[int, ...], int, int],
+    rounds: int,
+    tokens: int,
+) -> None:
+    """Rows of one model. draw: that many tokens; sizes: counts of streams, tokens of their contexts, tokens of the prompt."""
+    streams, context_tokens, prompt_tokens = sizes
+
     def build(deterministic: bool) -> AbstractContextManager[System]:
-        engine = {"threads": options.threads, "deterministic": deterministic}
-        return system(options.model, name=f"det{deterministic:d}", engines=1, settings={"engine": engine})
+        engine = {"threads": threads, "deterministic": deterministic}
+        return system(model, name=f"det{deterministic:d}", engines=1, settings={"engine": engine})
 
     with build(True) as exact, build(False) as plain:
-        for count in STREAMS:
-            contexts = [report.random_tokens(draw, CONTEXT_TOKENS) for _ in range(count)]
+        for count in streams:
+            contexts = [draw(context_tokens) for _ in range(count)]
             for running in (exact, plain):
                 decode_rate(running, contexts, 2)  # both hold the contexts before the first round
             pairs = [
                 pair(exact, plain, partial(decode_rate, contexts=contexts, tokens=tokens), index)
                 for index in range(rounds)
             ]
-            add_pairs(rows, f"{count} streams", pairs)
-        prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(rounds)]
+            add_pairs(rows, f"{prefix}{count} streams", pairs)
+        prompts = [draw(prompt_tokens) for _ in range(rounds)]
         pairs = [pair(exact, plain, partial(prompt_rate, prompt=prompt), index) for index, prompt in enumerate(prompts)]
-        add_pairs(rows, "prompt 2k", pairs)
-    rows.finish()
+        add_pairs(rows, f"{prefix}prompt {report.length_name(prompt_tokens)}", pairs)
 
 
 def pair(exact: System, plain: System, rate: Callable[[System], float], index: int) -> tuple[float, float]:
