@@ -41,7 +41,7 @@ class DriverError(StreamError):
     """The system didn't do what was waited for; the message has the end of its log."""
 
 
-def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 30.0, every_s: float = 0.01) -> T:
+def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.01) -> T:
     """Call `probe` until it gives something true; DriverError when the deadline passes."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -187,20 +187,20 @@ class System:
                 preexec_fn=_end_with_parent,  # noqa: PLW1509  one prctl, no lock that another thread could hold
             )
 
-    def start(self, timeout_s: float = 120.0) -> System:
+    def start(self, timeout_s: float = 180.0) -> System:
         """Start and wait until every engine can serve."""
         self.spawn()
         self.wait_ready(timeout_s=timeout_s)
         return self
 
-    def wait_ready(self, engines: int | None = None, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, engines: int | None = None, timeout_s: float = 120.0) -> None:
         """Wait until /health is 200 and that many engines (default: all) are ready."""
         wanted = self.engine_count if engines is None else engines
         self.wait(
             f"{wanted} ready engines", lambda: len(self.ready_engines()) >= wanted and self.healthy(), timeout_s, 0.05
         )
 
-    def wait(self, what: str, probe: Callable[[], T | None], timeout_s: float = 30.0, every_s: float = 0.01) -> T:
+    def wait(self, what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.01) -> T:
         """`wait_for` that also fails at once when `serve` ends, and shows the log's end."""
 
         def checked() -> T | None:
@@ -213,7 +213,7 @@ class System:
         except DriverError as error:
             raise DriverError(f"{error}; end of {self.log_path}:\n{self.log_tail()}") from None
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, wait for the graceful end, assert that no process is left; return the exit status."""
         assert self.serve is not None, "not started"
         if self.serve.poll() is None:
@@ -222,7 +222,7 @@ class System:
             status = self.serve.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise DriverError(f"serve did not end on SIGTERM in {timeout_s:g} s:\n{self.log_tail()}") from None
-        wait_for("an end of every process", lambda: not self.processes(), 5.0, 0.02)
+        wait_for("an end of every process", lambda: not self.processes(), 20.0, 0.02)
         return status
 
     def kill_all(self) -> None:
@@ -279,7 +279,7 @@ class System:
         os.kill(pid, number)
         return pid
 
-    def wait_dead(self, pid: int, timeout_s: float = 10.0) -> None:
+    def wait_dead(self, pid: int, timeout_s: float = 30.0) -> None:
         self.wait(f"the death of {pid}", lambda: not alive(pid), timeout_s)
 
     # ------------------------------------------------------------ HTTP
@@ -356,7 +356,7 @@ class System:
             serving = [e for e in self.engines() if any(stream_id in s["stream"] for s in e.streams)]
             return serving[0] if serving else None
 
-        return self.wait(f"an engine that serves {stream_id or 'anything'}", probe, 10.0)
+        return self.wait(f"an engine that serves {stream_id or 'anything'}", probe, 30.0)
 
     # ------------------------------------------------------------ streams
 

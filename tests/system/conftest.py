@@ -21,13 +21,15 @@ GROUPS = {
     "hot_system": "hot",
 }
 
+LEAST_TIMEOUT_S = 300
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks of every test here. `make test` runs two workers, and keeps the tests of one group at one of them."""
     item.add_marker(pytest.mark.system)
-    # By signal, so that fixtures are torn down and no process is left.
-    given = item.get_closest_marker("timeout")
-    item.add_marker(pytest.mark.timeout(given.args[0] if given else 120, method="signal"), append=False)
+    # By signal, so that fixtures are torn down and no process is left. Generous: it only has to end what would never end.
+    limit_s = max([LEAST_TIMEOUT_S, *(mark.args[0] for mark in item.iter_markers("timeout"))])
+    item.add_marker(pytest.mark.timeout(limit_s, method="signal"), append=False)
     group = group_of(item)
     if group:
         item.add_marker(pytest.mark.xdist_group(group))
@@ -79,7 +81,7 @@ def running(
 def settled_or_new(system: System) -> System:
     """The system idle with all engines; killed and started again if the last test left it otherwise."""
     try:
-        return harness.settled(system, timeout_s=30.0)
+        return harness.settled(system, timeout_s=60.0)
     except DriverError as error:
         print(f"a damaged system is replaced: {error}")
         system.kill_all()
