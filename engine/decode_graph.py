@@ -80,7 +80,7 @@ class DecodeGraphs:
     """The fixed-shape steps of one engine.
 
     off      why there are none; "" while there are
-    skipped  steps that were computed as ever, by reason
+    skipped  while there are, steps that were computed as ever, by reason
     """
 
     model: Model
@@ -98,6 +98,13 @@ class DecodeGraphs:
     _handler: str = ""
     _timed: list[float] | None = None
 
+    @property
+    def state(self) -> str:
+        """For operators: `on`, or why not; "" on a device where nobody expects any."""
+        if self.setting == "auto" and not self.recorder.is_graph:
+            return ""
+        return self.off or "on"
+
     def step(
         self,
         slots: list[Slot],
@@ -113,7 +120,9 @@ class DecodeGraphs:
         captures  ranges that will be captured behind the step: gathered by it where that is recorded
         """
         self._timed = None
-        reason = self.off or self._refusal(slots, starts, adapted)
+        if self.off:
+            return None
+        reason = self._refusal(slots, starts, adapted)
         key = row_bucket(len(slots), len(self.cache.arena.slots)), self._context(starts)
         if not reason:
             reason = self._refused_shape(*key)

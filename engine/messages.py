@@ -119,7 +119,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     capture_by    how rows get off the device: `stream`, `graph`, `executor`, or `copy` with the reason why the framework does it
     restore_by    how rows get back onto it: `scatter`, or `copy` with the reason
-    decode_graph  `on`, or why decode steps are launched one operation at a time
+    decode_graph  on a GPU `on`, or why decode steps are launched one operation at a time
     """
 
     running: int = 0

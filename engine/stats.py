@@ -95,5 +95,5 @@ def engine_stats(engine: Engine) -> m.EngineStats:
         followed_restored_tokens=engine.follower.restored_tokens,
         capture_by=capture.by if capture else "",
         restore_by=capture.restore_by if capture else "",
-        decode_graph=engine.graphs.off or "on",
+        decode_graph=engine.graphs.state,
     )

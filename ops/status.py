@@ -152,7 +152,11 @@ def show(shown: Shown) -> None:
     elif shown.local:
         console.print("none of its processes is running")
     if shown.engines:
-        keys = [key for key in shown.engines[0] if not isinstance(shown.engines[0][key], dict | list)]
+        keys = [
+            key
+            for key, value in shown.engines[0].items()
+            if not isinstance(value, dict | list) and any(row.get(key) is not None for row in shown.engines)
+        ]
         console.print()
         cells = [[row.get(key) for key in keys] for row in shown.engines]
         console.print(table("engines, as the gateway sees them", keys, cells))

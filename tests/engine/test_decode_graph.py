@@ -66,7 +66,7 @@ def as_ever(
         engine = EngineDriver.start(
             models(kind), paths, prefill_chunk=64, context_tokens=512, lane_bytes=4 << 20, decode_graph="auto"
         )
-        assert engine.engine.graphs.off == "cpu has no graphs"
+        assert engine.engine.graphs.off == "cpu has no graphs" and engine.engine.stats().decode_graph == ""
         found = answers(engine)
         assert not engine.engine.graphs.replayed
         engine.close()
