@@ -16,6 +16,7 @@ import structlog
 
 from tiers import failpoints
 from tiers.ahead import Ahead
+from tiers.base import session_key
 from tiers.clock import SteadyClock
 from tiers.errors import BadBlock, BadRecord, StaleEpoch
 from tiers.group import Group
@@ -246,7 +247,7 @@ class Sealing:
         for part in block.parts:
             if isinstance(part.source, bytes):
                 group.delete_tail(part.source)
-        self._drop_superseded(group, sequence, block)
+        self._drop_superseded(group, track, sequence, block)
 
     def _join(self, group: Group, track: Track, parts: list[Part], token_count: int) -> None:
         """Build one frame out of parts in lanes (verified when they were taken) and on disk (verified here)."""
@@ -260,15 +261,21 @@ class Sealing:
             frames.append((frame, count, start, end))
         track.layout.join(frames, out)
 
-    def _drop_superseded(self, group: Group, sequence: SequenceId, block: Sealed) -> None:
-        """Tails of ended sequences that hold nothing but the first tokens of this block."""
+    def _drop_superseded(self, group: Group, own: Track, sequence: SequenceId, block: Sealed) -> None:
+        """Tails of the session's ended sequences that hold nothing but the first tokens of this block.
+
+        Other sessions keep theirs: this block goes when its own session leaves it behind.
+        """
+        mine = session_key(own.namespace, own.session, own.stream)
         by_sequence: dict[SequenceId, list[Any]] = {}
         for piece in group.tails(block.parent, limit=SUPERSEDED_SCAN_LIMIT):
             by_sequence.setdefault(piece.sequence, []).append(piece)
         for other, pieces in by_sequence.items():
             tokens = b"".join(piece.tokens for piece in pieces)
             track = self._track(group, other) if other != sequence else None
-            if track is not None and track.closed and block.tokens.startswith(tokens):
+            if track is None or session_key(track.namespace, track.session, track.stream) != mine:
+                continue
+            if track.closed and block.tokens.startswith(tokens):
                 for piece in pieces:
                     group.delete_tail(piece.key)
 

@@ -150,6 +150,20 @@ def test_open_sequence_of_an_older_epoch_has_ended(world: World, drain: Drain) -
         assert any(one.live for one in sequences_of(view, hours_later._replace(healthy_ms=hours_later.ms)))
 
 
+def test_a_tail_survives_the_block_of_another_session_that_begins_with_it(world: World, drain: Drain) -> None:
+    """The other session leaves that block behind, and it is freed: what this one has is its own piece."""
+    lane = world.lane()
+    answer(world, lane, "own", TOKENS[:30], session="own")
+    drain.flush(sync=True)
+    longer = np.concatenate([TOKENS[:30], some_tokens(2, seed=7)])
+    answer(world, lane, "longer", longer, session="other", start=24)
+    answer(world, lane, "elsewhere", some_tokens(1, seed=8), session="other")
+    drain.flush(sync=True)
+    compact(drain)
+    assert restorable(world, drain, TOKENS[:30]) == 30
+    check_usage(drain)
+
+
 def test_superseded_branch_is_freed(world: World, drain: Drain) -> None:
     lane = world.lane()
     other = TOKENS.copy()
