@@ -339,6 +339,9 @@ class Durability:
             metrics.degraded.labels(state).set(state in now)
         stats = self.keeper.stats
         metrics.store_bytes.set(stats.get("store_bytes", 0))
+        oldest = (stats.get("snapshots") or [{"age_s": 0.0, "commits_behind": 0}])[0]
+        metrics.snapshot_oldest_s.set(oldest["age_s"])
+        metrics.snapshot_oldest_commits.set(oldest["commits_behind"])
         for outcome in ("rescued", "lost"):
             metrics.stores_deleted.labels(outcome).set(stats.get(f"store_{outcome}", 0))
         metrics.unsynced_ms.set(stats.get("unsynced_ms", 0))

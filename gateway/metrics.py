@@ -69,6 +69,8 @@ capture_lag = _gauge("capture_lag_tokens", "Tokens of live streams whose state i
 durable_lag = _gauge("durable_lag_tokens", "Tokens whose state is captured, but not on disk yet")
 degraded = _gauge("degraded", "1 while state is kept from a lane or from the disk", ("state",))
 store_bytes = _gauge("store_bytes", "Size of the store's file")
+snapshot_oldest_s = _gauge("snapshot_oldest_seconds", "How long the oldest open snapshot of the store has been held")
+snapshot_oldest_commits = _gauge("snapshot_oldest_commits", "How many commits the oldest open snapshot is behind")
 stores_deleted = _gauge(
     "store_deleted", "Times that the store's file was deleted under the keeper, by what became of it", ("outcome",)
 )

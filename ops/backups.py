@@ -14,11 +14,11 @@ from ops.installation import Installation, need_data
 from ops.processes import FileLock
 from ops.show import Bar, size
 from tiers.backup import BackupManifest, backup, check_backup, occupied, read_manifest, restore
-from tiers.errors import BadFile, OtherFormat
+from tiers.errors import BadFile, OtherFormat, TierError
 from tiers.offline import recover, waiting, writer_lock
 
 
-def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool) -> None:
+def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, limit_mb_s: float = 0.0) -> None:
     """Make a backup at `target`. Raises StateRefused, OpsError."""
     need_data(here)
     if target.exists():
@@ -30,10 +30,12 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool) 
         with Bar("backing up", quiet=as_json) as bar:
             manifest = backup(
                 here.paths, target, about=about, map_bytes=here.config.tiers.store_map_bytes,
-                progress=lambda what, done, total: bar(done, total, f"copying {what}"),
+                progress=lambda what, done, total: bar(done, total, f"copying {what}"), limit_mb_s=limit_mb_s,
             )  # fmt: skip
             if check:
                 _must_be_whole(target, bar)
+    except TierError as error:
+        raise OpsError(f"{error}; nothing of the backup is left but {target}.part") from error
     except OSError as error:
         raise OpsError(
             f"{target} can't be written: {error.strerror or error}; nothing of it is left but {target}.part"

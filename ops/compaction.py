@@ -172,11 +172,18 @@ def _print_stats(
     here: Installation, stats: dict[str, Any], tenants: dict[str, dict[str, Any]], sessions: list[dict[str, Any]]
 ) -> None:
     store, live = stats.get("store_bytes", 0), stats.get("live_bytes", 0)
-    budget = here.config.tiers.disk_budget_bytes
-    of = f" of a budget of {size(budget)}" if budget else ""
+    limit = stats.get("budgets", {}).get("disk", [0, 0])[1]
+    of = (
+        f" of a budget of {size(limit)}"
+        if here.config.tiers.disk_budget_bytes
+        else f", evicting from {size(0.9 * limit)} on"
+    )
     console.print(f"store {size(store)}{of}, {size(live)} of it in use", highlight=False)
     if stats.get("failing"):
         console.print(f"[red]failing[/]: {stats['failing']}", highlight=False)
+    for row in stats.get("snapshots", [])[:1]:
+        text = f"pid {row['pid']}, for {row['age_s']:.0f} s, {row['commits_behind']} commits behind"
+        console.print(f"oldest reader: {text}", highlight=False)
     rows = [
         (
             name or "-",

@@ -24,6 +24,8 @@ from ops.config import Config
 from ops.errors import OpsError
 from ops.flags import print_json
 from ops.show import Bar, console, size, table
+from tiers import keeper_client
+from tiers.errors import TierError
 from tiers.lane import data_offset
 from tiers.paths import SHARED_MEMORY
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
@@ -175,6 +177,26 @@ def disk_room(config: Config) -> Check:
             "disk room", "problem", found, "LMDB does not work on network file systems; choose a local --data-dir"
         )
     return Check("disk room", "ok", found)
+
+
+def store_readers(config: Config) -> Check:
+    """Who holds a snapshot of the store, if a keeper runs that can tell."""
+    try:
+        stats = keeper_client.stats(config.paths.keeper_socket, timeout_s=2.0)
+    except TierError:
+        return Check("store readers", "ok", "no keeper runs")
+    rows = stats.get("snapshots", [])
+    if not rows:
+        return Check("store readers", "ok", "none")
+    oldest = rows[0]
+    found = f"{len(rows)}, the oldest pid {oldest['pid']} for {oldest['age_s']:.0f} s, {oldest['commits_behind']} commits behind"
+    if oldest["pid"] in stats.get("snapshots_held", []):
+        advice = (
+            f"process {oldest['pid']} is stopped or stuck in the middle of a read, so the store's file grows; end it. Once it has grown "
+            "by a quarter the keeper leaves it to that process and goes on with a copy"
+        )
+        return Check("store readers", "advice", found, advice)
+    return Check("store readers", "ok", found)
 
 
 def disk_sync(config: Config) -> Check:
@@ -336,8 +358,8 @@ def cores(config: Config) -> Check:
 
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (
-    kernel, cores, memory, shared_memory, huge_pages, memlock, dax_devices, disk_room, disk_sync, map_size, open_files, socket_paths, cuda,
-    handlers,
+    kernel, cores, memory, shared_memory, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, map_size, open_files,
+    socket_paths, cuda, handlers,
 )  # fmt: skip
 
 

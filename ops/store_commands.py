@@ -190,10 +190,13 @@ def import_command(
 @click.command(cls=Command, exits=(5, 6))
 @click.argument("target", metavar="DIRECTORY", type=_FILE)
 @click.option("--no-check", "check", flag_value=False, default=True, help="Don't read it back.")
+@click.option(
+    "--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes."
+)
 @client_flags
 @json_flag
 @configured
-def backup(config: Config, target: Path, check: bool, url: str | None, as_json: bool) -> None:
+def backup(config: Config, target: Path, check: bool, limit_mb_s: float, url: str | None, as_json: bool) -> None:
     """Copy everything durable to a new DIRECTORY, while the installation serves or not: store, sessions, journals, concordia.toml.
 
     The lanes are drained first. The copy is read back and compared. An unfinished one is DIRECTORY.part and is begun anew.
@@ -201,7 +204,7 @@ def backup(config: Config, target: Path, check: bool, url: str | None, as_json: 
     from ops.backups import run_backup
     from ops.installation import find
 
-    run_backup(find(config, url), target, as_json, check=check)
+    run_backup(find(config, url), target, as_json, check=check, limit_mb_s=limit_mb_s)
 
 
 @click.command(cls=Command, exits=(5, 6))

@@ -1,9 +1,9 @@
 """A whole installation's durable files, copied while it serves, and put back: `concordia backup` and `concordia restore`.
 
-A backup is a directory: `store/` and `sessions/` as LMDB copies of one snapshot each (compacted, without free pages), journals, adapters,
+A backup is a directory: `store/` and `sessions/` as LMDB copies of one moment each (compacted, without free pages), journals, adapters,
 and MANIFEST.json with size and digest of every file and of itself. It has its name only once it is whole. Runs in the command's
-process and only reads the installation. State is a cache of the token lists, so copies of slightly different moments fit together.
-Source: docs/log-format.md, "Backup".
+process and only reads the installation; a store that is being written is copied by its keeper, in slices, so that no snapshot is held.
+State is a cache of the token lists, so copies of slightly different moments fit together. Source: docs/log-format.md, "Backup".
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Any
 import lmdb
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from tiers import keeper_client
 from tiers.errors import BadFile, OtherFormat, StoreFailed
+from tiers.lock import is_held
 from tiers.paths import Paths
 
 FORMAT = "concordia-backup"
 VERSION = 1
 MANIFEST = "MANIFEST.json"
 CHUNK_BYTES = 1 << 20
-POLL_S = 0.1
 PARTS = ("store", "sessions", "journal", "adapters")
 Progress = Callable[[str, int, int], None]
 
@@ -71,22 +72,34 @@ def _digest_of(body: dict[str, Any]) -> str:
 
 
 def backup(
-    paths: Paths, target: Path, *, about: dict[str, Any], map_bytes: int, progress: Progress = _silent
+    paths: Paths,
+    target: Path,
+    *,
+    about: dict[str, Any],
+    map_bytes: int,
+    progress: Progress = _silent,
+    limit_mb_s: float = 0.0,
 ) -> BackupManifest:
     """Copy everything durable to the new directory `target`. Drain the lanes before, to have what they hold.
 
-    Raises StoreFailed (a database can't be copied), OSError (the target: full, or not writable), FileExistsError (it is there already)
+    limit_mb_s  of reading; 0: as fast as it goes
+    Raises      TierError (a database can't be copied), OSError (the target: full, or not writable), FileExistsError (it is there already)
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     draft = target.with_name(target.name + ".part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
+    rate = Rate(limit_mb_s)
     for name, source in (("store", paths.store), ("sessions", paths.sessions)):
-        if (source / "data.mdb").exists():
+        if not (source / "data.mdb").exists():
+            continue
+        if name == "store" and is_held(source / "keeper.lock"):
+            _have_copied(paths, draft / name, limit_mb_s, partial(progress, name))
+        else:
             (draft / name).mkdir(mode=0o700)
-            copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name))
-    _copy_journals(paths, draft, progress)
+            copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name), rate=rate)
+    _copy_journals(paths, draft, progress, rate)
     if (paths.data_dir / "adapters").exists():
         shutil.copytree(paths.data_dir / "adapters", draft / "adapters", ignore=shutil.ignore_patterns(".*"))
     if paths.config.exists():
@@ -100,42 +113,79 @@ def backup(
     return manifest
 
 
-def copy_lmdb(
-    source: Path, target: Path, *, map_bytes: int, progress: Callable[[int, int], None] = lambda done, total: None
-) -> None:
-    """Copy the LMDB in `source` into the empty directory `target`, of one snapshot, beside its writer. Raises StoreFailed.
+class Rate:
+    """Keeps what passes below a speed. `limit_mb_s` 0: no bound."""
 
-    The snapshot keeps the pages that it sees for as long as the copy takes; the writer uses fresh ones meanwhile.
+    def __init__(self, limit_mb_s: float = 0.0) -> None:
+        self._limit_bytes_s = 1e6 * limit_mb_s
+        self._began, self._passed = time.monotonic(), 0
+
+    def take(self, size: int) -> None:
+        """So many bytes more: waits until they are due."""
+        self._passed += size
+        if self._limit_bytes_s:
+            time.sleep(max(0.0, self._began + self._passed / self._limit_bytes_s - time.monotonic()))
+
+
+def _have_copied(paths: Paths, target: Path, limit_mb_s: float, progress: Callable[[int, int], None]) -> None:
+    """Ask the keeper for a copy of its store. Raises TierError (it is away, has no room, or makes another one)."""
+
+    def show(state: keeper_client.JobState) -> None:
+        progress(state.done, state.total)
+
+    keeper_client.copy(paths.keeper_socket, target, limit_mb_s=limit_mb_s, on_progress=show)
+
+
+def copy_lmdb(
+    source: Path,
+    target: Path,
+    *,
+    map_bytes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    rate: Rate | None = None,
+) -> None:
+    """Copy the LMDB in `source` into the empty directory `target`, of one snapshot, beside its writer. Raises StoreFailed, OSError.
+
+    The snapshot keeps the pages that it sees for as long as the copy takes; a writer uses fresh ones meanwhile.
     """
     failed: list[lmdb.Error] = []
+    reading, writing = os.pipe()
     try:
         environment = lmdb.open(str(source), map_size=map_bytes, readonly=True, create=False, max_dbs=32)
     except lmdb.Error as error:
+        os.close(reading)
+        os.close(writing)
         raise StoreFailed("a database can't be opened", where=str(source), cause=str(error)) from error
     used = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
     def work() -> None:
         try:
-            environment.copy(str(target), compact=True)
+            environment.copyfd(writing, compact=True)
         except lmdb.Error as error:
             failed.append(error)
+        finally:
+            os.close(writing)
 
     thread = threading.Thread(target=work, name="backup-copy")
     thread.start()
+    done = 0
     try:
-        while thread.is_alive():
-            thread.join(POLL_S)
-            copied = target / "data.mdb"
-            progress(min(copied.stat().st_size if copied.exists() else 0, used), used)
+        with open(target / "data.mdb", "wb") as copied:
+            os.chmod(copied.fileno(), 0o600)
+            while data := os.read(reading, CHUNK_BYTES):
+                copied.write(data)
+                done += len(data)
+                progress(min(done, used), used)
+                (rate or Rate()).take(len(data))
     finally:
+        os.close(reading)  # if the target is full, the other end finds nobody to write to
         thread.join()
         environment.close()
     if failed:
         raise StoreFailed("a database can't be copied", where=str(source), cause=str(failed[0])) from failed[0]
-    (target / "lock.mdb").unlink(missing_ok=True)
 
 
-def _copy_journals(paths: Paths, draft: Path, progress: Progress) -> None:
+def _copy_journals(paths: Paths, draft: Path, progress: Progress, rate: Rate) -> None:
     """Journals only grow, and a torn end is dropped when they are read; one that is retired meanwhile isn't needed."""
     (draft / "journal").mkdir(mode=0o700)
     # Groups last: one that names more events than its choices have yet is read as if it didn't.
@@ -145,6 +195,7 @@ def _copy_journals(paths: Paths, draft: Path, progress: Progress) -> None:
             shutil.copyfile(journal, draft / "journal" / journal.name)
         except FileNotFoundError:
             continue
+        rate.take((draft / "journal" / journal.name).stat().st_size)
         progress("journal", done + 1, len(found))
 
 

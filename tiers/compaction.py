@@ -181,6 +181,7 @@ class Progressing:
     done: int = 0
     total: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    is_paced: bool = False  # it has nothing to do just now, to keep below a speed
 
     def at(self, phase: Phase, total: int = 0) -> None:
         """Begin a phase."""

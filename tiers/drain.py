@@ -7,6 +7,7 @@ What a record adds to its sequence is `tiers/seal.py`. Source: docs/log-format.m
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ import structlog
 from tiers import failpoints, media
 from tiers.base import SessionKey
 from tiers.clock import SteadyClock
-from tiers.compaction import MAP_SHARE, Budget, Now, tenant_bytes
+from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Now, tenant_bytes
 from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size, padded
@@ -31,7 +32,8 @@ from tiers.rebuild import TokenList, mend_all
 from tiers.repair import ASIDE
 from tiers.seal import Sealing
 from tiers.settings import TierSettings
-from tiers.store import Store
+from tiers.store import PAGES_PER_BYTE, Store
+from tiers.store_file import FREE_DISK_RESERVE_BYTES
 from tiers.track import Track
 from tiers.view import View
 
@@ -43,15 +45,32 @@ GROUP_RECORDS = 2048
 PUSH_BYTES = 4 << 20  # a group of so many is worth a thread that has the disk begin early
 RETRY_STORE_S = 1.0
 READER_CHECK_S = 5.0
+CROWDED_CHECK_S = 10.0
 DELETED_SAID_S = 600.0
 SYNC_AT_SHARE = 0.5
 SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
+SNAPSHOTS_SHOWN = 16
+GROWN_BYTES, GROWN_SHARE = (
+    256 << 20,
+    0.25,
+)  # of what is live: a file that grew by more while a snapshot was held is copied
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",
     "captured_bytes", "over_budget", "bad_records", "bad_blocks", "bases_rebuilt",
     "stale_records", "orphan", "gap", "store_failures", "store_lost", "store_rescued",
 )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """An open one of some process, as it was first seen. `is_held`: for too long."""
+
+    pid: int
+    since: float
+    used_bytes: int  # of the store's file
+    commits_behind: int = 0
+    is_held: bool = False
 
 
 @dataclass(slots=True)
@@ -79,13 +98,12 @@ class Drain:
         self._taken: dict[int, int] = {}  # by lane id: first record that isn't taken; the tail follows after a sync
         self._retry_at = 0.0
         self._synced_at = time.monotonic()
-        self._checked_at = time.monotonic()
+        self._checked_at = self._crowded_at = time.monotonic()
         self._unsynced = False
         self.failing = ""
         self.deleted = ""  # what became of a store's file that was deleted, for a while after it
         self._deleted_at = 0.0
-        self._snapshots: dict[tuple[int, int], float] = {}  # open ones of all processes: when they were first seen
-        self._held: set[tuple[int, int]] = set()  # those that are held for too long
+        self._snapshots: dict[tuple[int, int], Snapshot] = {}  # open ones of all processes
         self.cached_bytes = 0  # of the store's file, when it was looked at last
         self.bad_bases: set[SessionKey] = set()  # that could not be made again
         self._began_ms = self._clock()
@@ -381,12 +399,39 @@ class Drain:
     def _look_at_snapshots(self, store: Store) -> None:
         """Name the process that holds a snapshot for too long: pages freed since can't be used again, and the file grows."""
         now, open_now = time.monotonic(), store.snapshots()
-        self._snapshots = {key: self._snapshots.get(key, now) for key in open_now}
-        for (pid, number), since in self._snapshots.items():
-            if now - since >= SNAPSHOT_LIMIT_S and (pid, number) not in self._held:
-                self._held.add((pid, number))
-                log.warning("drain.snapshot_held", pid=pid, s=round(now - since), commits_behind=open_now[pid, number])
-        self._held &= self._snapshots.keys()
+        self._snapshots = {
+            key: self._snapshots.get(key) or Snapshot(key[0], now, store.used_bytes()) for key in open_now
+        }
+        for key, snapshot in self._snapshots.items():
+            snapshot.commits_behind = open_now[key]
+            if now - snapshot.since >= SNAPSHOT_LIMIT_S and not snapshot.is_held:
+                snapshot.is_held = True
+                log.warning(
+                    "drain.snapshot_held", pid=snapshot.pid, s=round(now - snapshot.since), commits_behind=open_now[key],
+                    hint="the process is stopped or stuck; if the file grows by it, it is left behind in a copy",
+                )  # fmt: skip
+
+    def grows_by_snapshot(self) -> bool:
+        """Whether the file has grown by a lot while somebody held a snapshot: only a new file can use its free pages again."""
+        if self._store is None:
+            return False
+        limit = max(GROWN_BYTES, GROWN_SHARE * self._store.usage().total_bytes)
+        used = self._store.used_bytes()
+        grown = [s for s in self._snapshots.values() if s.is_held and used - s.used_bytes > limit]
+        for snapshot in grown:
+            log.warning("drain.snapshot_left_behind", pid=snapshot.pid, grown_bytes=used - snapshot.used_bytes)
+        return bool(grown)
+
+    def _snapshot_rows(self, store: Store) -> list[dict[str, Any]]:
+        """Open snapshots of other processes, oldest first."""
+        self._look_at_snapshots(store)
+        now = time.monotonic()
+        found = sorted(self._snapshots.values(), key=lambda s: s.since)
+        return [
+            {"pid": s.pid, "age_s": round(now - s.since, 1), "commits_behind": s.commits_behind}
+            for s in found
+            if s.pid != os.getpid()
+        ][:SNAPSHOTS_SHOWN]
 
     def _check_store(self) -> None:
         """Free dead readers' snapshots, and notice that somebody deleted the file that is being written."""
@@ -485,19 +530,35 @@ class Drain:
             stats["live_bytes"] = self._store.usage().total_bytes
             stats["cached_bytes"] = self.cached_bytes
             stats["budgets"] = {
-                "disk": [stats["live_bytes"], self.settings.disk_budget_bytes],
+                "disk": [stats["live_bytes"], self.disk_limit(self._store)],
                 "memory": [self.cached_bytes, self.settings.memory_budget_bytes],
             }
-            stats["snapshots_held"] = [pid for pid, _ in sorted(self._held)]
+            stats["snapshots"] = self._snapshot_rows(self._store)
+            stats["snapshots_held"] = sorted(s.pid for s in self._snapshots.values() if s.is_held)
             stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
         stats["io_write_bytes"] = _io_write_bytes()
         return stats
 
+    def is_crowded(self) -> bool:
+        """Whether sessions should be evicted now, not when it is the background's turn. Looks every few seconds."""
+        now = time.monotonic()
+        if self._store is None or now - self._crowded_at < CROWDED_CHECK_S:
+            return False
+        self._crowded_at = now
+        return self._store.usage().total_bytes > EVICT_FROM * self.disk_limit(self._store)
+
+    def disk_limit(self, store: Store) -> int:
+        """Bytes of values from nine tenths of which on sessions are evicted: the budget, or what the disk has room for; four fifths
+        of the map at most."""
+        limit = int(MAP_SHARE * store.map_bytes())
+        return min(limit, self.settings.disk_budget_bytes or disk_share(store.path, store.used_bytes()))
+
     def budget(self) -> Budget:
         """What compaction is to keep to."""
         s = self.settings
+        limit = self.disk_limit(self._store) if self._store is not None else s.disk_budget_bytes
         own = {name: s.tenant_limit(name, "disk") for name in s.tenants}
-        return Budget(s.disk_budget_bytes, s.tenant_budget_bytes, s.session_ttl_s, own)
+        return Budget(limit, s.tenant_budget_bytes, s.session_ttl_s, own)
 
     def close(self) -> None:
         """Let go of lanes and store, synced. Raises StoreFailed; the lanes keep what isn't on the disk."""
@@ -509,6 +570,21 @@ class Drain:
         finally:
             self._sealing.ahead.close()
             self._lanes.close()
+
+
+def disk_share(path: Path, used_bytes: int) -> int:
+    """What a store without a budget may have, bytes of values: what its file has and what is free, less a reserve for others.
+
+    The reserve is a twentieth of the disk, 8 GB at most, and never more than a tenth of what there is to share; so sessions are evicted
+    (from nine tenths of this on) before the disk is full.
+    """
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return 1 << 62  # nothing can be said: what is wrong with the disk is noticed by who writes
+    room = used_bytes + disk.f_bavail * disk.f_frsize
+    reserve = max(2 * FREE_DISK_RESERVE_BYTES, min(disk.f_blocks * disk.f_frsize // 20, 8 << 30, room // 10))
+    return max(int((room - reserve) / PAGES_PER_BYTE), 1)
 
 
 def _io_write_bytes() -> int:

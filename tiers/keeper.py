@@ -50,6 +50,7 @@ OPS = (
     "stored",
     "compact",
     "job",
+    "copy",
     "sessions",
     "tenants",
     "pin",
@@ -113,6 +114,8 @@ class Keeper:
         try:
             more = self._drain.step()
             self._drain.sync_if_due()
+            if self._drain.is_crowded():
+                self._jobs.hurry()
         except OverBudget:
             self._jobs.hurry()
         except StoreFailed:
@@ -223,6 +226,11 @@ class Keeper:
             return {"job": self._jobs.start(settle_s, grace_s, dry_run=dry_run, shrink=shrink).state()}
         if op == "job":
             return {"job": self._jobs.state()}
+        if op == "copy":
+            if "path" not in request:
+                return {"job": self._jobs.copy_state()}
+            limit_bytes_s = 1e6 * float(request.get("limit_mb_s", 0))
+            return {"job": self._jobs.start_copy(Path(request["path"]), limit_bytes_s).state()}
         if op == "sessions":
             return {"sessions": operations.sessions(namespace, session)}
         if op == "drop_locked":

@@ -235,6 +235,33 @@ def compact(
     return state
 
 
+def copy(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    limit_mb_s: float = 0.0,
+    on_progress: Callable[[JobState], None] = lambda state: None,
+    poll_s: float = 0.1,
+) -> JobState:
+    """Have the keeper copy its store into the new directory `target` on this machine, and wait until it is done.
+
+    Raises KeeperAway, StoreFailed (also while another copy is made), TierError (it ended early)
+    """
+    request = {"op": "copy", "path": os.path.abspath(target), "limit_mb_s": limit_mb_s}
+    state = msgspec.convert(_ask(path, request, 10.0)["job"], JobState)
+    number = state.id
+    while not state.finished:
+        on_progress(state)
+        time.sleep(poll_s)
+        newest = msgspec.convert(_ask(path, {"op": "copy"}, 30.0)["job"], JobState | None)
+        if newest is None or newest.id != number:
+            raise KeeperAway("the keeper has lost sight of the copy: it was started anew", where=str(path))
+        state = newest
+    if state.error:
+        raise TierError("the copy of the store ended early", where=str(path), cause=state.error)
+    return state
+
+
 def gc(path: str | os.PathLike[str], *, dry_run: bool = True, timeout_s: float = 86_400.0) -> dict[str, int]:
     """Free what nothing names, without folding anything younger than the keeper's own setting; dry_run: only count it."""
     return compact(path, settle_s=1e9, dry_run=dry_run, timeout_s=timeout_s).counts

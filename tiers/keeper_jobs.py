@@ -1,4 +1,4 @@
-"""Compaction and shrinking as jobs: when one begins, and its slices between two drains. Stage *compact*; the keeper's thread.
+"""Compaction, shrinking and copying as jobs: when one begins, and its slices between two drains. Stage *compact*; the keeper's thread.
 
 Source: docs/log-format.md
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -15,7 +16,7 @@ import structlog
 from tiers.compaction import EVICT_FROM, GRACE_S, Compaction, damaged_bases, plan_folds, sequences_of, tenant_bytes
 from tiers.drain import Drain
 from tiers.errors import TierError
-from tiers.shrink import Shrink
+from tiers.shrink import Duplicate, Shrink
 
 log = structlog.get_logger()
 
@@ -23,6 +24,7 @@ JOB_SLICE_S = 0.02  # of compaction between two looks at the lanes and the socke
 JOB_PAUSE_S = 0.005  # between slices of what was asked for
 BACKGROUND_PAUSE_S = 0.06
 BASES_LOOKED_AT = 1024  # in one compaction interval: some ms
+COPY_ORPHAN_S = 60.0
 COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
 
 
@@ -33,9 +35,12 @@ class Busy(TierError):
 
 
 class Job:
-    """A compaction in hand: advanced in slices, looked at by number."""
+    """A compaction or a copy in hand: advanced in slices, looked at by number."""
 
-    def __init__(self, number: int, compaction: Compaction, background: bool, shrink: Shrink | None = None) -> None:
+    def __init__(
+        self, number: int, compaction: Compaction | Shrink, background: bool, shrink: Shrink | None = None
+    ) -> None:
+        self._what = "copy" if isinstance(compaction, Shrink) else "compact"
         self.number = number
         self.background = background
         self.finished = False
@@ -45,7 +50,7 @@ class Job:
         self._steps = self._run(compaction, shrink)
         self._began = time.monotonic()
 
-    def _run(self, compaction: Compaction, shrink: Shrink | None) -> Generator[None, None, None]:
+    def _run(self, compaction: Compaction | Shrink, shrink: Shrink | None) -> Generator[None, None, None]:
         yield from compaction.run()
         if shrink is not None:
             self._counts = compaction.progress.counts
@@ -58,19 +63,19 @@ class Job:
         try:
             while time.monotonic() < until:
                 next(self._steps)
-                if self._now.progress.phase == "wait":
+                if self._now.progress.phase == "wait" or self._now.progress.is_paced:
                     return
         except StopIteration:
             self.finished = True
-            log.info("compact.done", s=round(time.monotonic() - self._began, 2), **self.state()["counts"])
+            log.info(f"{self._what}.done", s=round(time.monotonic() - self._began, 2), **self.state()["counts"])
         except (TierError, OSError) as error:
             self.finished, self.error = True, str(error)
-            log.warning("compact.stopped", error=str(error))
+            log.warning(f"{self._what}.stopped", error=str(error))
 
-    def cancel(self) -> None:
-        """Stop where it is; what it has done stays."""
+    def cancel(self, why: str = "another compaction was asked for") -> None:
+        """Stop where it is; what a compaction has done stays."""
         self._steps.close()
-        self.finished, self.error = True, "another compaction was asked for"
+        self.finished, self.error = True, why
 
     def state(self) -> dict[str, Any]:
         """For the control socket."""
@@ -88,6 +93,8 @@ class Jobs:
     def __init__(self, drain: Drain) -> None:
         self._drain = drain
         self._job: Job | None = None
+        self._copy: Job | None = None  # beside compactions: it may take hours
+        self._copy_asked_at = 0.0
         self._number = 0
         self._aged_at = -1e9
         self._looked_at = b""  # key of the last base that was looked at
@@ -97,6 +104,11 @@ class Jobs:
     @property
     def idle(self) -> bool:
         """Whether no job is in hand."""
+        return self._is_free and (self._copy is None or self._copy.finished)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether no compaction is in hand."""
         return self._job is None or self._job.finished
 
     def state(self) -> dict[str, Any] | None:
@@ -105,17 +117,19 @@ class Jobs:
 
     def hurry(self) -> None:
         """The budget is used up: look for something to compact a second from now."""
-        if self.idle:
+        if self._is_free:
             self._compacted_at = min(self._compacted_at, time.monotonic() - self._drain.settings.compact_interval_s + 1)
 
     def pause_s(self) -> float:
         """Between two slices of the job in hand."""
-        asked = self._job is not None and not self._job.background
+        asked = not self._is_free and self._job is not None and not self._job.background
+        asked = asked or (self._copy is not None and not self._copy.finished)
         return JOB_PAUSE_S if asked else BACKGROUND_PAUSE_S
 
     def work(self) -> None:
         """A slice of the job in hand; a new one when it is time."""
-        if self._job is not None and not self.idle:
+        self._work_on_copy()
+        if self._job is not None and not self._is_free:
             self._job.advance()
             return
         interval = self._drain.settings.compact_interval_s
@@ -124,8 +138,9 @@ class Jobs:
         self._compacted_at = time.monotonic()
         try:
             self.look_at_bases()
-            if self.wants_compaction():
-                self.start(self._drain.settings.compact_after_s, GRACE_S, background=True)
+            grows = self._drain.grows_by_snapshot()
+            if grows or self.wants_compaction():
+                self.start(self._drain.settings.compact_after_s, GRACE_S, background=True, shrink=grows)
         except TierError as error:
             log.warning("compact.postponed", error=str(error))
 
@@ -142,7 +157,7 @@ class Jobs:
         self, settle_s: float, grace_s: float, *, dry_run: bool = False, background: bool = False, shrink: bool = False
     ) -> Job:
         """Begin a compaction; one in the background makes room for what is asked for. Raises Busy, StoreFailed."""
-        if self._job is not None and not self.idle:
+        if self._job is not None and not self._is_free:
             if not self._job.background:
                 raise Busy(f"compaction {self._job.number} is running")
             self._job.cancel()
@@ -159,6 +174,29 @@ class Jobs:
         )
         self._job = Job(self._number, compaction, background, Shrink(self._drain) if shrink and not dry_run else None)
         return self._job
+
+    def start_copy(self, target: Path, limit_bytes_s: float) -> Job:
+        """Begin a copy of the store into the new directory `target`, for a backup. Ends if nobody asks for COPY_ORPHAN_S. Raises Busy."""
+        if self._copy is not None and not self._copy.finished:
+            raise Busy("another backup is being made")
+        self._number += 1
+        self._copy_asked_at = time.monotonic()
+        self._copy = Job(self._number, Duplicate(self._drain, target, limit_bytes_s=limit_bytes_s), background=False)
+        return self._copy
+
+    def copy_state(self) -> dict[str, Any] | None:
+        """Of the newest copy; None if there was none."""
+        self._copy_asked_at = time.monotonic()
+        return self._copy.state() if self._copy is not None else None
+
+    def _work_on_copy(self) -> None:
+        if self._copy is None or self._copy.finished:
+            return
+        if time.monotonic() - self._copy_asked_at > COPY_ORPHAN_S:
+            log.warning("copy.stopped", error="whoever wanted it has gone")
+            self._copy.cancel("nobody asked for it any more")
+        else:
+            self._copy.advance()
 
     def wants_compaction(self) -> bool:
         """Whether there is something to fold or to evict. Raises StoreFailed."""

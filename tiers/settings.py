@@ -43,7 +43,8 @@ class TierSettings:
     durability         of store and stream journals: `process` page cache only; `interval` fsync every sync_interval_ms; `turn` also before
                        an answer ends
     store_map_bytes    size of the LMDB map (sparse; costs address space only); four fifths of it are used at most
-    disk_budget_bytes  what the store may take of the disk; from nine tenths on, sessions least recently used are evicted. 0: no limit
+    disk_budget_bytes  what the store may take of the disk; from nine tenths on, sessions least recently used are evicted.
+                       0: what the disk has room for, less a twentieth of it (8 GB at most) for others
     tenant_budget_bytes  the same for each tenant by itself; `[tenants.NAME]` says otherwise for one
     tenant_lane_bytes  what the records of one tenant that wait for the keeper may take of an engine's lane: beyond it nothing more of that
                        tenant is captured until there is room, the others' records have theirs. 0: no limit

@@ -1,4 +1,6 @@
-"""Shrinking the store's file while it is in use: copy, verify, switch. Stage *compact*; the keeper's thread, in slices.
+"""Copying the store's file while it is in use, without holding a snapshot: to shrink it (copy, verify, switch) or for a backup.
+
+Stage *compact*; the keeper's thread, in slices.
 
 LMDB's file never gets smaller, so its records are copied in order into a new one, each verified on the way. What the drain changes
 meanwhile is noted and copied again; at the end, between two drains, the last of it, and the new file takes the name of the old one.
@@ -10,12 +12,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lmdb
 import structlog
 
+from tiers import whole_file
 from tiers.base import unpack_base
 from tiers.compaction import Drained, Progressing
 from tiers.errors import BadBlock, StoreFailed
@@ -36,44 +41,62 @@ KINDS = {b"blocks": KIND_BLOCK, b"tails": KIND_TAIL, b"states": KIND_POINT}
 class Shrink:
     """One run. Counts: copied_records, copied_bytes, bad_records (copied as they are), freed_bytes."""
 
-    def __init__(self, drain: Drained) -> None:
+    def __init__(self, drain: Drained, *, limit_bytes_s: float = 0.0) -> None:
         self._drain = drain
+        self._limit_bytes_s = limit_bytes_s
+        self._paced_bytes, self._began = 0, time.monotonic()
         self.progress = Progressing()
 
     def run(self) -> Iterator[None]:
         """Do it, one small piece at each `next`; closing the generator leaves the store as it was. Raises StoreFailed."""
         self._drain.settle()
         store = self._drain.store()
-        before = store.used_bytes()
-        self._check_room(store)
-        target = store.path / "shrink"
+        before, target = store.used_bytes(), store.path / "shrink"
+        try:
+            yield from self._make(store, target)
+            self.progress.at("switch")
+            store.switch(target)
+            self.progress.counts["freed_bytes"] = before - store.used_bytes()
+            self.progress.at("done")
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
+
+    def _make(self, store: Store, target: Path) -> Iterator[None]:
+        """The copy, whole and synced, of the moment at which this ends."""
+        if store.touched is not None:
+            raise StoreFailed("the store is being copied already", where=str(store.path), cause="a backup or a shrink")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(mode=0o700)
+        self._check_room(store, target)
         store.touched = set()
         copy = _Copy(str(target), store.map_bytes())
         try:
             yield from self._copy_all(store, copy)
             yield from self._verify(store, copy)
             yield from self._catch_up(store, copy)
-            self.progress.at("switch")
             self._apply(store, copy, store.take_touched())
             self._compare(store, copy)
             copy.close(sync=True)
-            store.switch(target)
-            self.progress.counts["freed_bytes"] = before - store.used_bytes()
-            self.progress.at("done")
         finally:
             copy.close(sync=False)
             if self._drain.is_open(store):
                 store.touched = None
-            shutil.rmtree(target, ignore_errors=True)
 
-    def _check_room(self, store: Store) -> None:
-        free = os.statvfs(store.path)
+    def _pace(self, size: int) -> Iterator[None]:
+        """After `size` bytes: let the keeper go on with other work, for as long as the copy is ahead of its bound."""
+        self._paced_bytes += size
+        yield
+        self.progress.is_paced = True
+        while self._limit_bytes_s and time.monotonic() - self._began < self._paced_bytes / self._limit_bytes_s:
+            yield
+        self.progress.is_paced = False
+
+    def _check_room(self, store: Store, target: Path) -> None:
+        free = os.statvfs(target)
         needed = store.usage().total_bytes + FREE_DISK_RESERVE_BYTES
         if free.f_bavail * free.f_frsize < needed:
             cause = f"{needed >> 20} MB are needed for the copy"
-            raise StoreFailed("there is no room to shrink the store", where=str(store.path), cause=cause)
+            raise StoreFailed("there is no room to copy the store", where=str(target), cause=cause)
 
     def _copy_all(self, store: Store, copy: _Copy) -> Iterator[None]:
         with store.snapshot() as view:
@@ -93,7 +116,7 @@ class Shrink:
                 self.progress.done += count
                 self.progress.counts["copied_records"] += count
                 self.progress.counts["copied_bytes"] += size
-                yield
+                yield from self._pace(size)
                 if not count:
                     break
 
@@ -132,7 +155,7 @@ class Shrink:
                         after, size, count = bytes(cursor.key()), size + len(cursor.value()), count + 1
                         more = cursor.next()
                 self.progress.done += count
-                yield
+                yield from self._pace(size)
                 if not count:
                     break
         if found > bad:
@@ -170,6 +193,28 @@ class Shrink:
                     raise StoreFailed("the copy of the store isn't complete", where=str(store.path), cause=cause)
 
 
+class Duplicate(Shrink):
+    """The same copy for somebody else: the new directory `target` with `data.mdb` in it. As of the moment at which it ends.
+
+    limit_bytes_s  of reading, for copying and verifying together; 0: as fast as the keeper's other work lets it
+    """
+
+    def __init__(self, drain: Drained, target: Path, *, limit_bytes_s: float = 0.0) -> None:
+        super().__init__(drain, limit_bytes_s=limit_bytes_s)
+        self._target = target
+
+    def run(self) -> Iterator[None]:
+        """As `Shrink.run`; the store's file stays as it is. Closing the generator leaves nothing behind."""
+        self._drain.settle()
+        try:
+            yield from self._make(self._drain.store(), self._target)
+            (self._target / "lock.mdb").unlink(missing_ok=True)
+        except BaseException:
+            shutil.rmtree(self._target, ignore_errors=True)
+            raise
+        self.progress.at("done")
+
+
 class _Copy:
     """The new file."""
 
@@ -194,6 +239,7 @@ class _Copy:
         env, self._env = self._env, None
         try:
             if sync:
+                whole_file.extend(env, Path(self._path))
                 env.sync(True)
         except lmdb.Error as error:
             raise StoreFailed("the copy of the store can't be synced", where=self._path, cause=str(error)) from error

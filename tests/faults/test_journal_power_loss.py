@@ -14,6 +14,7 @@ from gateway.streams import StreamTable
 from gateway.tokenizer import TokenIdText
 from tests.faults.layer import Disk, Layer, Op
 
+pytestmark = pytest.mark.process
 SEED = int(os.environ.get("CONCORDIA_TEST_SEED", "20261130"))
 
 # Several streams side by side; a mark says how many bytes of each journal are promised, as soon as they are.

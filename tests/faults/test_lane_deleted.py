@@ -18,6 +18,7 @@ from tiers.errors import LaneBusy
 from tiers.paths import Paths
 from tiers.verify import verify
 
+pytestmark = pytest.mark.process
 PROMPT = random_tokens(5, 150)
 ANSWER = 60
 StartEngine = Callable[..., EngineDriver]

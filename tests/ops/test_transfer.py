@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, flip, some_tokens
+from tiers import backup as backups
 from tiers import export as exported
+from tiers import keeper_client
+from tiers.backup import Rate
 from tiers.errors import BadFile, OtherFormat
 
 Make = Callable[[str], Place]
@@ -312,3 +316,49 @@ def test_doctor_says_what_to_change(place: Place) -> None:
     assert said.exit_code == 1
     assert "lower tiers.lane_bytes" in " ".join(said.stdout.split())
     assert "shared memory" in said.stderr
+
+
+@pytest.mark.process
+def test_backup_beside_a_keeper_is_made_by_it_and_is_whole(
+    place: Place, target: Place, keeper: Callable[[], None], tmp_path: Path
+) -> None:
+    place.session("chat", TOKENS, drained=False)
+    keeper()
+    made = place.json("backup", str(tmp_path / "backup"), "--limit-mb-s", "1000")
+    assert made["checked"] and made["files"] == 2
+    stats = keeper_client.stats(place.paths.keeper_socket)
+    assert stats["snapshots"] == []
+    assert place.world.restorable(TOKENS) == 43, "what is being served is as it was"
+    target.json("restore", str(tmp_path / "backup"))
+    assert target.world.restorable(TOKENS) == 43
+    assert target.json("verify")["ok"]
+
+
+@pytest.mark.process
+def test_restore_into_a_directory_that_is_served_is_refused_and_changes_nothing(
+    place: Place, target: Place, keeper: Callable[[], None], tmp_path: Path
+) -> None:
+    """By a keeper, by a host agent that has none just now, and by a `serve` that has just begun."""
+    place.session("chat", TOKENS)
+    target.session("mine", some_tokens(2 * BLOCK, seed=5))
+    target.json("backup", str(tmp_path / "backup"))
+    arguments = ("restore", str(tmp_path / "backup"), "--replace", "--yes")
+    for lock in (place.paths.host_lock, place.paths.serve_lock):
+        with open(lock, "a+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "being served" in place.refused(5, *arguments)
+    keeper()
+    assert "being served" in place.refused(5, *arguments)
+    assert place.world.restorable(TOKENS) == 43
+    assert not list(place.paths.data_dir.glob("replaced-*")) and not (place.paths.data_dir / ".restore").exists()
+
+
+def test_rate_waits_for_what_is_ahead_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], list[float]()
+    monkeypatch.setattr(backups.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(backups.time, "sleep", slept.append)
+    rate = Rate(2.0)
+    rate.take(1_000_000)
+    now[0] += 10
+    rate.take(1_000_000)
+    assert slept == [pytest.approx(0.5), 0.0]

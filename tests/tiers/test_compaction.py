@@ -28,6 +28,7 @@ from tests.tiers.sample import (
     state,
 )  # fmt: skip
 from tests.tiers.sample import rows as made_rows
+from tiers import drain as drain_file
 from tiers import failpoints
 from tiers.base import Base, pack_base, session_key, unpack_base
 from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, sequences_of
@@ -634,3 +635,51 @@ def test_without_collecting_it_folds_and_frees_nothing(world: World, drain: Drai
     for _ in Compaction(drain, settle_s=0, grace_s=0, collect=False, budget=Budget(disk_bytes=1)).run():
         pass
     assert counts(drain)["blocks"] == 0
+
+
+# ---------------------------------------------------------------- without a budget: what the disk has room for
+
+
+class FakeDisk:
+    """A file system of `total` bytes of which `free` are free."""
+
+    def __init__(self, total: int, free: int) -> None:
+        self.f_frsize, self.f_blocks, self.f_bavail = 4096, total // 4096, free // 4096
+
+
+GB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "used", "reserve"),
+    [
+        (1000 * GB, 900 * GB, 0, 8 * GB),
+        (100 * GB, 80 * GB, 1 * GB, 5 * GB),
+        (1000 * GB, 2 * GB, 18 * GB, 2 * GB),  # others fill the disk: sessions go before it is full
+        (4 * GB, 1 * GB, 0, 128 << 20),
+    ],
+)
+def test_share_of_the_disk_leaves_a_reserve(
+    total: int, free: int, used: int, reserve: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drain_file.os, "statvfs", lambda path: FakeDisk(total, free))
+    assert drain_file.disk_share(tmp_path, used) == pytest.approx((used + free - reserve) / 1.1, rel=1e-3)
+
+
+def test_sessions_are_evicted_before_the_disk_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default, without any budget: least recently used first, and no record is refused meanwhile."""
+    monkeypatch.setattr(drain_file, "CROWDED_CHECK_S", 0.0)
+    lane, drain = world.lane(), Drain(world.paths, world.settings)
+    lists = [some_tokens(5 * BLOCK + 2, seed=index) for index in range(6)]
+    for index, tokens in enumerate(lists):
+        answer(world, lane, f"s{index}", tokens, session=f"s{index}")
+        drain.flush(sync=True)
+    assert not drain.is_crowded()
+    total = drain.store().usage().total_bytes
+    monkeypatch.setattr(drain_file, "disk_share", lambda path, used: total)
+    assert drain.is_crowded() and Jobs(drain).wants_compaction()
+    assert compact(drain, budget=drain.budget()).counts["evicted"] >= 1
+    assert not drain.is_crowded()
+    assert restorable(world, drain, lists[0]) == 0 and restorable(world, drain, lists[-1]) == len(lists[-1])
+    assert drain.stats()["budgets"]["disk"] == [drain.store().usage().total_bytes, total]
+    drain.close()

@@ -24,6 +24,7 @@ from tiers.drain import Drain
 from tiers.errors import BadBlock, KeeperAway, LaneFull, StoreFailed, TierError
 from tiers.group import Group
 from tiers.keeper import Keeper
+from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
 from tiers.lane import LaneReader, data_offset
 from tiers.lock import is_held
@@ -614,9 +615,47 @@ def test_held_snapshot_is_named_and_a_killed_one_dropped(world: World, monkeypat
             drain._check_store()
             stats = drain.stats()
             assert stats["snapshots_held"] == [holder.pid] and stats["snapshot_lag"] >= 3
+            (row,) = stats["snapshots"]
+            assert row["pid"] == holder.pid and row["age_s"] >= 0 and row["commits_behind"] >= 3
         finally:
             holder.kill()
     drain._check_store()
     stats = drain.stats()
     assert stats["snapshots_held"] == [] and stats["snapshot_lag"] == 0
     drain.close()
+
+
+@pytest.mark.process
+def test_file_that_grows_by_a_held_snapshot_is_left_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped reader costs the room of one old file at most, however long it stands."""
+    monkeypatch.setattr(drain_file, "SNAPSHOT_LIMIT_S", 0.0)
+    monkeypatch.setattr(drain_file, "GROWN_BYTES", 1 << 16)
+    settings = dataclasses.replace(world.settings, compact_interval_s=1e-6)
+    world.capture(world.lane(), "a", TOKENS, [43])
+    drain = Drain(world.paths, settings)
+    drain.flush(sync=True)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", HOLDER, str(world.paths.store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=REPOSITORY) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            holder.send_signal(signal.SIGSTOP)
+            drain._check_store()
+            assert not drain.grows_by_snapshot()
+            for turn in range(100):
+                Operations(drain).pin("default", "s", bool(turn % 2))
+            assert drain.grows_by_snapshot()
+            grown, jobs = drain.store().used_bytes(), Jobs(drain)
+            while jobs.idle:
+                jobs.work()
+            while not jobs.idle:
+                jobs.work()
+            state = jobs.state()
+            assert state is not None and not state["error"] and state["background"]
+            assert drain.store().used_bytes() < grown / 2
+            drain._check_store()
+            assert drain.stats()["snapshots"] == [] and not drain.grows_by_snapshot()
+        finally:
+            holder.kill()
+    drain.close()
+    assert world.restorable(TOKENS) == 43

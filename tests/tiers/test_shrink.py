@@ -11,15 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
+from tests.tiers.sample import BLOCK, World, append_rows, read_all, some_tokens
 from tests.tiers.test_compaction import answer, check_usage, compact, counts, restorable
 from tests.tiers.test_keeper import keeper_process
-from tiers import failpoints, keeper_client
+from tiers import failpoints, keeper_client, keeper_jobs
 from tiers.drain import Drain
 from tiers.errors import StoreFailed, TierError
+from tiers.keeper_jobs import Busy, Jobs
 from tiers.keeper_operations import Operations
-from tiers.shrink import Shrink
+from tiers.prefix import PrefixFinder
+from tiers.shrink import Duplicate, Shrink
 from tiers.verify import verify
+from tiers.view import StoreReader
 
 REPOSITORY = Path(__file__).parents[2]
 LISTS = [some_tokens(3 * BLOCK + 3, seed=index) for index in range(40)]
@@ -218,3 +221,73 @@ def test_damaged_record_is_copied_as_it_is(world: World) -> None:
     assert [finding.kind for finding in verify(world.paths.store, map_bytes=world.settings.store_map_bytes)] == [
         "block"
     ]
+
+
+# ---------------------------------------------------------------- copies for backups
+
+
+def test_copy_for_a_backup_is_of_the_moment_at_which_it_ends_and_holds_no_snapshot(
+    world: World, tmp_path: Path
+) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    lane, tokens, target = world.lane("e1"), some_tokens(600, seed=77), tmp_path / "copy"
+    world.capture(lane, "live", tokens, [], session="live")
+    inode, position = (world.paths.store / "data.mdb").stat().st_ino, 0
+    for step, _ in enumerate(Duplicate(drain, target).run()):
+        assert drain.store().snapshots() == {}, "nothing keeps freed pages from being used again"
+        append_rows(lane, "live", position, tokens[position : position + 3])
+        position += 3
+        drain.step()
+        if step == 3:
+            Operations(drain).remove("default", "s1", force=False, dry_run=False)
+    assert drain.store().touched is None and (world.paths.store / "data.mdb").stat().st_ino == inode
+    drain.close()
+    assert [path.name for path in target.iterdir()] == ["data.mdb"]
+    assert list(verify(target, map_bytes=world.settings.store_map_bytes)) == []
+    finder = PrefixFinder(StoreReader(target, map_bytes=world.settings.store_map_bytes), tmp_path)
+    assert [read_all(finder, tokens)[0] for tokens in LISTS[:3]] == [27, 0, 27]
+    assert read_all(finder, tokens)[0] >= position - 3 - BLOCK
+    finder.close()
+
+
+def test_copy_with_a_bound_lets_other_work_go_on_meanwhile(world: World, tmp_path: Path) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    job = Duplicate(drain, tmp_path / "copy", limit_bytes_s=1e-3)
+    steps = job.run()
+    while not job.progress.is_paced:
+        next(steps)
+    done = dict(job.progress.counts)
+    for _ in range(50):
+        next(steps)
+    assert job.progress.counts == done and job.progress.is_paced
+    with pytest.raises(StoreFailed, match="being copied already"):
+        shrink(drain)
+    steps.close()  # type: ignore[attr-defined]
+    assert not (tmp_path / "copy").exists() and drain.store().touched is None
+    shrink(drain)
+    drain.close()
+
+
+def test_compaction_goes_on_beside_a_copy_and_an_orphaned_one_ends(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = Drain(world.paths, world.settings)
+    fill(world, drain)
+    jobs = Jobs(drain)
+    jobs.start_copy(tmp_path / "copy", 1e-3)
+    job = jobs.start(0, 0)
+    while not job.finished:
+        jobs.work()
+    assert job.state()["counts"]["folded"] and not job.error
+    state = jobs.copy_state()
+    assert state is not None and not state["finished"] and not jobs.idle
+    with pytest.raises(Busy):
+        jobs.start_copy(tmp_path / "other", 0)
+    monkeypatch.setattr(keeper_jobs, "COPY_ORPHAN_S", 0.0)
+    jobs.work()
+    state = jobs.copy_state()
+    assert state is not None and "nobody asked" in state["error"]
+    assert jobs.idle and not (tmp_path / "copy").exists()
+    drain.close()
