@@ -418,7 +418,10 @@ class Compaction:
             for key in keys:
                 raw = group.raw(database, key)
                 if raw is not None:
-                    freed += handle(group, key, raw, marks)
+                    try:
+                        freed += handle(group, key, raw, marks)
+                    except BadBlock:
+                        pass  # an entry that can't be read: `repair` drops it
                 seen, last = seen + 1, key
                 if freed >= FREE_BATCH_BYTES:
                     break

@@ -32,7 +32,6 @@ from tiers.values import (
     StreamOwner,
     Tenant,
     child_prefix,
-    decode_point,
     disk_bytes,
     encode,
     frame_offset,
@@ -298,8 +297,9 @@ class Group(View):
         """Remove a rollback point, by its key in `points`."""
         raw = self._txn.get(key, db=self._db[b"points"])
         if raw is not None:
-            entry = decode_point(raw)
-            self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
+            entry = self._entry("points", key, raw)
+            if entry is not None:
+                self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
         self._txn.delete(key[-16:], db=self._db[b"states"])
         self._txn.delete(key, db=self._db[b"points"])
 

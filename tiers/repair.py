@@ -21,16 +21,16 @@ from tiers.group import Group
 from tiers.keys import Locked
 from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
-from tiers.values import Progress
+from tiers.values import READERS, Progress
 from tiers.verify import stored_parents, whole_bases
-from tiers.view import View
+from tiers.view import OPENED, View
 
 ASIDE = "broken"  # directory in DATA/store
 DATABASE = {"block": "blocks", "tail": "tails", "base": "bases"}
 
 
 class Damaged(NamedTuple):
-    """What to drop: kind `block` (16-byte id), `tail` or `point` (36-byte key), `base` (16-byte key), `sequences` or `children`."""
+    """What to drop: kind `block` (16-byte id), `tail` or `point` (36-byte key), `base` (16-byte key), or a database of small records."""
 
     kind: str
     key: bytes
@@ -88,6 +88,13 @@ def repair_store(
             group.delete_base(SessionKey(key))
         elif kind == "tail":
             group.delete_tail(key)
+        elif kind == "points":
+            group.delete_point(key)
+        elif kind == "nodes":  # the block can't be found without it
+            block = BlockId(key)
+            group.delete_block(parents.get(block, BlockId(bytes(16))), _child_tokens(group, parents, block), block)
+            group.delete_raw(kind, key)
+            dropped.add(block)
         else:
             group.delete_raw(kind, key)
         done.dropped += 1
@@ -121,7 +128,8 @@ def _is_bad(view: View, kind: str, key: bytes) -> bool:
         elif kind == "tail":
             view.tail(key)
         else:
-            view.keys.open(kind, key, view.raw(kind, key) or b"")
+            raw = view.raw(kind, key) or b""
+            READERS.get(kind, bytes)(view.keys.open(kind, key, raw) if kind in OPENED else raw)
     except Locked:
         return False  # whole, as far as anybody without its key can tell
     except BadBlock:

@@ -24,7 +24,7 @@ from tiers.errors import BadBlock, StoreFailed
 from tiers.group import Group
 from tiers.layout import BlockId
 from tiers.store import Store
-from tiers.values import DATABASES, unpack_node
+from tiers.values import DATABASES
 
 log = structlog.get_logger()
 
@@ -250,12 +250,12 @@ def _mend_index(store_dir: Path, map_bytes: int) -> None:
 
 
 def _mend_block(group: Group, block: BlockId) -> None:
-    raw = group.raw("nodes", block)
+    node = group.node(block)
     try:
         value = group.block(block)
     except BadBlock:
         return  # found and dropped like any other
-    if raw is None:
+    if node is None:
         group.delete_block(value.parent, value.tokens, block)
-    elif group.child_tokens(unpack_node(raw).parent, block) is None:
+    elif group.child_tokens(node.parent, block) is None:
         group.put_child(value.parent, value.tokens, block)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -143,12 +144,28 @@ class TailPiece(NamedTuple):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_progress = msgspec.msgpack.Decoder(Progress).decode
-decode_root = msgspec.msgpack.Decoder(RootInfo).decode
-decode_owner = msgspec.msgpack.Decoder(StreamOwner).decode
-decode_tenant = msgspec.msgpack.Decoder(Tenant).decode
-decode_pin = msgspec.msgpack.Decoder(Pin).decode
-decode_point = msgspec.msgpack.Decoder(PointEntry).decode
+Entry = TypeVar("Entry")
+
+
+def _decoder(form: type[Entry]) -> Callable[[Any], Entry]:
+    """What reads a small record. They have no checksum of their own: one that can't be read raises BadBlock."""
+    decode = msgspec.msgpack.Decoder(form).decode
+
+    def checked(raw: Any) -> Entry:
+        try:
+            return decode(raw)
+        except msgspec.MsgspecError as error:
+            raise BadBlock("a stored entry can't be read", cause=str(error)) from error
+
+    return checked
+
+
+decode_progress = _decoder(Progress)
+decode_root = _decoder(RootInfo)
+decode_owner = _decoder(StreamOwner)
+decode_tenant = _decoder(Tenant)
+decode_pin = _decoder(Pin)
+decode_point = _decoder(PointEntry)
 
 
 def frame_offset(token_count: int) -> int:
@@ -206,7 +223,9 @@ def value_tokens(raw: Any) -> bytes:
 
 
 def unpack_node(raw: Any) -> Node:
-    """A value of the `nodes` database."""
+    """A value of the `nodes` database. Raises BadBlock."""
+    if len(raw) not in (NODE.size, NODE.size + LEADING.size):
+        raise BadBlock("a stored entry can't be read", cause=f"it has {len(raw)} bytes")
     parent, tenant, end, absent, size = NODE.unpack_from(raw)
     leading = Leading(*LEADING.unpack_from(raw, NODE.size)) if len(raw) >= NODE.size + LEADING.size else None
     return Node(BlockId(parent), BlockId(tenant), end, ALL_GROUPS & ~absent, size, leading)
@@ -232,3 +251,14 @@ def disk_bytes(value_bytes: int) -> int:
 def child_prefix(parent: bytes, tokens: bytes) -> bytes:
     """Start of a block's key in `children`, which orders the blocks after `parent` by tokens."""
     return parent + tokens[:CHILD_TOKENS_BYTES]
+
+
+READERS: dict[str, Callable[[Any], Any]] = {  # of small records, by database: raise BadBlock
+    "sequences": decode_progress,
+    "roots": decode_root,
+    "streams": decode_owner,
+    "tenants": decode_tenant,
+    "pins": decode_pin,
+    "points": decode_point,
+    "nodes": unpack_node,
+}

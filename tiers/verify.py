@@ -17,8 +17,8 @@ from tiers.keys import Locked
 from tiers.lane import LaneSet, RecordType
 from tiers.lane_seal import LockedRecord
 from tiers.layout import BlockId, PointId, SequenceId
-from tiers.values import PointEntry, Progress, unpack_node
-from tiers.view import StoreReader, View
+from tiers.values import READERS, PointEntry, Progress, unpack_node
+from tiers.view import OPENED, StoreReader, View
 
 BATCH = 32
 
@@ -136,11 +136,14 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
 
 
 def _bad_entries(view: View, counts: Checked) -> Iterator[Finding]:
-    """Small sealed records that don't open with their key; others have no checksum of their own."""
-    for database in ("sequences", "children"):
+    """Small records that can't be read: sealed ones that don't open with their key; others have no checksum of their own."""
+    for database in dict.fromkeys((*OPENED, *READERS)):
+        if database == "bases":
+            continue  # they have a checksum
         for key, raw in view.scan_raw(database):
             try:
-                view.keys.open(database, key, raw)
+                opened = view.keys.open(database, key, raw) if database in OPENED else raw
+                READERS.get(database, bytes)(opened)
             except Locked:
                 counts.locked += 1
             except BadBlock as error:

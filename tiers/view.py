@@ -15,6 +15,7 @@ from typing import Any
 
 import lmdb
 import numpy as np
+import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import whole_file
@@ -29,6 +30,7 @@ from tiers.values import (
     KIND_BLOCK,
     KIND_POINT,
     KIND_TAIL,
+    READERS,
     VALUE,
     Node,
     Pin,
@@ -40,18 +42,17 @@ from tiers.values import (
     Tenant,
     Value,
     child_prefix,
-    decode_owner,
     decode_pin,
     decode_point,
     decode_progress,
-    decode_root,
     decode_tenant,
     frame_offset,
     point_key,
-    unpack_node,
     unpack_value,
     value_tokens,
 )
+
+log = structlog.get_logger()
 
 STORE_VERSION = 2
 OPENED = ("sequences", "bases", "children")  # small sealed values that a scan opens
@@ -82,8 +83,17 @@ class View:
 
         A find of 219 cached blocks took 0.7 ms through a small database and 2.1 to 2.6 ms through `has_block`.
         """
-        raw = self._txn.get(block, None, self._nodes)
-        return unpack_node(raw) if raw is not None else None
+        return self._entry("nodes", block, self._txn.get(block, None, self._nodes))
+
+    def _entry(self, database: str, key: bytes, raw: Any) -> Any:
+        """A small record; None if there is none, or if it can't be read: then it is as if it weren't there, and is named once."""
+        if raw is None:
+            return None
+        try:
+            return READERS[database](raw)
+        except BadBlock as error:
+            _name_unreadable(database, key, error)
+            return None
 
     def block(self, block: BlockId) -> Value:
         """A whole block, verified. Raises BadBlock."""
@@ -253,13 +263,11 @@ class View:
 
     def root(self, root: bytes) -> RootInfo | None:
         """Layout of a state fingerprint's frames."""
-        raw = self._txn.get(root, db=self._db[b"roots"])
-        return decode_root(raw) if raw is not None else None
+        return self._entry("roots", root, self._txn.get(root, db=self._db[b"roots"]))
 
     def tenant(self, chain: bytes) -> Tenant | None:
         """Whose blocks the chain's root `chain` stands for."""
-        raw = self._txn.get(chain, db=self._db[b"tenants"])
-        return decode_tenant(raw) if raw is not None else None
+        return self._entry("tenants", chain, self._txn.get(chain, db=self._db[b"tenants"]))
 
     def points(self, parent: BlockId) -> list[tuple[bytes, PointEntry]]:
         """(key, entry) of the stored rollback points in the block after `parent`, by position; no state is touched."""
@@ -267,7 +275,9 @@ class View:
         with self._txn.cursor(db=self._db[b"points"]) as cursor:
             more = cursor.set_range(parent)
             while more and (key := bytes(cursor.key()))[:16] == parent:
-                found.append((key, decode_point(cursor.value())))
+                entry = self._entry("points", key, cursor.value())
+                if entry is not None:
+                    found.append((key, entry))
                 more = cursor.next()
         return found
 
@@ -289,13 +299,13 @@ class View:
 
     def owner(self, stream_key: bytes) -> StreamOwner | None:
         """Newest epoch of a stream."""
-        raw = self._txn.get(stream_key, db=self._db[b"streams"])
-        return decode_owner(raw) if raw is not None else None
+        return self._entry("streams", stream_key, self._txn.get(stream_key, db=self._db[b"streams"]))
 
     def scan(self, database: str, after: bytes = b"", limit: int = 1 << 30) -> Iterator[tuple[bytes, Any]]:
         """(key, value) pairs of a database, from the first key greater than `after`.
 
         Sealed values of `sequences`, `bases` and `children` are opened; those that can't be are passed over and counted in `locked`.
+        Small records that can't be read are passed over, sequences counted in `locked` too.
         """
         for key, raw in self.scan_raw(database, after, limit):
             if database in OPENED:
@@ -304,6 +314,9 @@ class View:
                 except BadBlock:
                     self.locked += 1
                     continue
+            if database in READERS and self._entry(database, key, raw) is None:
+                self.locked += database == "sequences"  # what it names isn't known: nothing may be freed
+                continue
             yield key, raw
 
     def scan_raw(self, database: str, after: bytes = b"", limit: int = 1 << 30) -> Iterator[tuple[bytes, Any]]:
@@ -403,6 +416,17 @@ class EmptyView(View):
 
     def count(self, database: str) -> int:
         return 0
+
+
+_named: set[tuple[str, bytes]] = set()  # entries that couldn't be read and were said to be so
+
+
+def _name_unreadable(database: str, key: bytes, error: BadBlock) -> None:
+    if (database, key) not in _named and len(_named) < 1000:
+        _named.add((database, key))
+        log.error(
+            "store.bad_entry", database=database, key=key.hex(), error=error.what, hint="`concordia repair` drops it"
+        )
 
 
 class StoreReader:

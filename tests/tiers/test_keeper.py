@@ -299,7 +299,7 @@ def keeper_process(
         process.wait(10)
 
 
-def ask(question, deadline_s: float = 10):  # type: ignore[no-untyped-def]
+def ask(question, deadline_s: float = 60):  # type: ignore[no-untyped-def]
     """Repeat a question until the keeper answers it."""
     deadline = time.monotonic() + deadline_s
     while True:
