@@ -273,3 +273,35 @@ async def test_turn_ends_an_answer_without_a_keeper_and_says_so(make_world: Make
     status, _, answer = await world.post(CHAT, body(5))
     assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
     assert metrics.turns_unsynced._value.get() == before + 1
+
+
+@pytest.mark.process
+async def test_pinned_session_is_protected_by_a_standby_though_another_was_used_later(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(failover="hot", hot_sessions=1)
+    for name in ("e0", "e1"):
+        await world.engine(name)
+    keeper = KeeperProcess(world)
+    keeper.start()
+    try:
+        for name in ("old", "new"):
+            status, _, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": name})
+            assert status == 200
+
+        async def protected(*names: str) -> bool:
+            rows = (await world.get("/admin/engines"))["data"]
+            return {row["session"] for engine in rows for row in engine["following"]} == set(names)
+
+        await world.until(lambda: protected("new"), 30.0)
+        await world.until(lambda: answers(world), 30.0)
+        keeper_client.pin(world.config.paths.keeper_socket, "default", "old")
+        assert await keeper_client.apins(world.config.paths.keeper_socket) == {("default", "old")}
+        await world.until(lambda: protected("new", "old"), 30.0)
+        keeper_client.pin(world.config.paths.keeper_socket, "default", "old", pinned=False)
+        await world.until(lambda: protected("new"), 30.0)
+    finally:
+        keeper.kill()
+
+
+async def answers(world: World) -> bool:
+    """The keeper does, says the gateway."""
+    return bool((await world.get("/admin/sessions"))["keeper"]["up"])
