@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from engine.arena import Slot
 from engine.budgets import slots_over_budget
@@ -39,6 +40,7 @@ def test_live_lagging_and_needed_state_stays() -> None:
     assert chosen(slots, 1, needed=(3,)) == [2]
 
 
+@pytest.mark.process
 def test_idle_state_beyond_the_budget_leaves_the_device_and_comes_back_from_the_tiers(
     start_engine: Start, keeper
 ) -> None:

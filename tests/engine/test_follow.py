@@ -40,6 +40,7 @@ def pair(start_engine: Callable[..., EngineDriver]) -> tuple[EngineDriver, Engin
     return start_engine("e0"), start_engine("e1")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_followed_stream_goes_on_bit_for_bit_without_a_restore(pair, temperature: float) -> None:  # type: ignore[no-untyped-def]
     source, standby = pair

@@ -158,6 +158,7 @@ def test_another_tenant_reuses_nothing(start_engine: Start) -> None:
     assert engine.started("b").verdict == "new"
 
 
+@pytest.mark.process
 def test_a_full_lane_stops_nothing_and_is_caught_up(start_engine: Start, keeper) -> None:
     prompt = random_tokens(13, 1200)
     whole = reference(start_engine, prompt, 40, HOT)
@@ -178,6 +179,7 @@ def test_a_full_lane_stops_nothing_and_is_caught_up(start_engine: Start, keeper)
     assert second.started("t").reused == {"disk": 1240}
 
 
+@pytest.mark.process
 def test_streams_that_end_beside_others_leave_them_alone(start_engine: Start) -> None:
     prompts = {f"s{i}": random_tokens(20 + i, 60 + i) for i in range(4)}
     engine = start_engine()
@@ -206,6 +208,7 @@ def test_a_stop_string_cuts_the_state_where_the_truth_ends(start_engine: Start) 
     assert engine.tokens("t") == reference(start_engine, prompt + kept + random_tokens(31, 6), 8, GREEDY)
 
 
+@pytest.mark.process
 def test_bias_penalties_and_least_length_are_the_same_after_a_death(start_engine: Start) -> None:
     prompt = random_tokens(34, 60)
     plain = reference(start_engine, prompt, 24, HOT)
@@ -383,6 +386,7 @@ def test_choices_of_one_prompt_prefill_it_once(start_engine: Start) -> None:
     assert engine.tokens("c0") == reference(start_engine, prompt, 10, seeds["c0"])
 
 
+@pytest.mark.process
 def test_a_choice_that_lost_its_engine_goes_on_as_it_would_have(start_engine: Start) -> None:
     prompt = random_tokens(51, 600)
     seeds = {f"c{i}": m.Sampling(temperature=0.9, seed=i) for i in range(3)}

@@ -187,6 +187,7 @@ def run_saxpy(machine: Machine, count: int) -> tuple[int, np.ndarray]:
     return y, machine.memory.array(y, "<f4", 4096)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("count", [1, 1000, 1030])
 def test_an_instrumented_kernel_marks_just_the_pages_it_writes(count: int) -> None:
     machine = Machine(instrument(sample("nvrtc_12_9")).text)
