@@ -78,7 +78,7 @@ def test_wrong_value_names_its_field(tiny: System, name: str, value: Any) -> Non
     assert name in refused(tiny, 400, {**h.chat(tiny, "x", tokens=2), name: value})
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [], [-1], [512], ["a", "b"], [1.5], {"a": 1}], ids=str)
+@pytest.mark.parametrize("prompt", [None, 5, [], [-1], [512], ["a", 5], ["a", [512]], [1.5], {"a": 1}], ids=str)
 def test_wrong_prompt_of_a_completion_is_refused(tiny: System, prompt: Any) -> None:
     refused(tiny, 400, h.completion(tiny, prompt, tokens=2), path=h.COMPLETIONS)
 
