@@ -65,6 +65,7 @@ def test_idle_state_beyond_the_budget_leaves_the_device_and_comes_back_from_the_
     assert engine.started("again").reused.get("disk", 0) >= 100, engine.started("again")
 
 
+@pytest.mark.process
 def test_a_tenant_beyond_its_share_of_the_lane_lags_alone_and_is_caught_up(start_engine: Start, drain: Drain) -> None:
     engine = start_engine()
     capture, token_bytes = engine.engine.capture, engine.engine.arena.layout.token_bytes

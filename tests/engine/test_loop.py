@@ -71,6 +71,7 @@ def test_a_stream_killed_at_any_token_goes_on_with_the_same_tokens(
         assert set(started.reused) == {"disk" if drained else "lane"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("chunks_done", [1, 2])
 def test_a_prefill_that_was_interrupted_goes_on_from_its_last_chunk(start_engine: Start, chunks_done: int) -> None:
     prompt = random_tokens(3, 700)
@@ -87,6 +88,7 @@ def test_a_prefill_that_was_interrupted_goes_on_from_its_last_chunk(start_engine
     assert forced.token_count == 0, "tokens of the prompt are not fed one by one"
 
 
+@pytest.mark.process
 def test_a_tail_that_was_never_captured_is_forced(start_engine: Start, keeper) -> None:
     prompt = random_tokens(4, 100)
     whole = reference(start_engine, prompt, 20, HOT)
@@ -343,6 +345,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(start_engine: Start) -> No
     assert [(o.token, o.logprobs) for o in beside.outputs("s")] == [(o.token, o.logprobs) for o in alone.outputs("s")]
 
 
+@pytest.mark.process
 def test_an_uncaptured_stream_leaves_nothing_and_draws_the_same(start_engine: Start) -> None:
     prompt = random_tokens(31, 200)
     whole = reference(start_engine, prompt, 12, HOT)
@@ -359,6 +362,7 @@ def test_an_uncaptured_stream_leaves_nothing_and_draws_the_same(start_engine: St
     assert engine.engine.stats().captured_bytes > 0
 
 
+@pytest.mark.process
 def test_an_uncaptured_stream_is_recovered_by_computing(start_engine: Start) -> None:
     prompt = random_tokens(32, 200)
     whole = reference(start_engine, prompt, 12, HOT)
