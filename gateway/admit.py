@@ -21,6 +21,7 @@ from gateway.grammar import answer_rule, grammar_of
 from gateway.journal import GroupSpec, StreamSpec
 from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
 from gateway.streams import new_stream_id
+from gateway.tenancy import DEFAULT, whole_name
 from gateway.tokenizer import ModelFacts, TextCodec
 from gateway.tools import ToolPlan, calls_or, plan_of
 
@@ -83,9 +84,11 @@ class Admission:
             message = f"model: there is no model {name!r} here; GET /v1/models lists what is served"
             raise not_found(message, "model_not_found", "model")
 
-    def specs(self, request: Request, session_header: str | None) -> tuple[list[StreamSpec], GroupSpec | None]:
+    def specs(
+        self, request: Request, session_header: str | None, namespace: str = DEFAULT
+    ) -> tuple[list[StreamSpec], GroupSpec | None]:
         """What the streams of a request will be functions of, and what binds them together if they are several. Raises ApiError."""
-        firsts = self._firsts(request, session_header)
+        firsts = self._firsts(request, session_header, namespace)
         spec = firsts[0]
         shown, count = schema.choice_counts(request)
         if count * len(firsts) == 1:
@@ -105,9 +108,10 @@ class Admission:
             _choice(firsts[index // count], group, index, index % count) for index in range(len(group.streams))
         ], group
 
-    def _firsts(self, request: Request, session_header: str | None) -> list[StreamSpec]:
+    def _firsts(self, request: Request, session_header: str | None, namespace: str) -> list[StreamSpec]:
         """For each prompt, everything that its first stream will be a function of. Raises ApiError."""
         wish = schema.wish_of(request, session_header, secrets.randbits(63))
+        wish = msgspec.structs.replace(wish, namespace=namespace, session=whole_name(namespace, wish.session))
         if isinstance(request, ChatRequest):
             tools = self._tools(request)
             return [self._spec(request, wish, tools, self._chat_prompt(request, tools))]
@@ -144,6 +148,7 @@ class Admission:
             streamed=wish.stream,
             stored=wish.store or bool(wish.session),
             session=wish.session,
+            namespace=wish.namespace,
             grammar=grammar,
             capture=wish.capture,
             adapter=self._adapter(request),

@@ -5,7 +5,6 @@ Runs on the event loop. `docs/api.md` documents every endpoint, header and error
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,15 +21,34 @@ from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
-from gateway.errors import ApiError, bad_request, not_found, unauthorized
+from gateway.errors import ApiError, bad_request, forbidden, not_found, unauthorized
 from gateway.host_link import HostLink
-from gateway.sessions import SessionTable
+from gateway.sessions import SessionRecord, SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable, parse_stream_id
+from gateway.tenancy import Caller, Keys, own_name
 
 log = structlog.get_logger()
 
 QUIET_PATHS = ("/health", "/metrics")  # asked all the time; logged at debug
+# What a tenant's key opens, as the routes are written; all the rest is the operator's.
+TENANT_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/streams",
+        "/v1/streams/{stream}",
+        "/v1/sessions",
+        "/v1/sessions/{session}",
+        "/v1/sessions/{session}/fork",
+        "/v1/sessions/{session}/park",
+        "/health",
+    }
+)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -49,12 +67,14 @@ class Gateway:
     form: EventForm
     group_form: GroupForm
     durability: Durability
+    keys: Keys
     started_at: float
     draining: bool = False
 
 
 STREAM = web.RequestKey("stream", str)
 ERROR = web.RequestKey("error", str)
+CALLER = web.RequestKey("caller", Caller)
 GATEWAY: web.AppKey[Gateway] = web.AppKey("gateway", Gateway)
 
 
@@ -72,7 +92,7 @@ def stream_headers(stream: Stream | Group) -> dict[str, str]:
     """Headers of every answer about a stream."""
     headers = {"X-Stream-Id": stream.id}
     if stream.spec.session:
-        headers["X-Session-Id"] = stream.spec.session
+        headers["X-Session-Id"] = own_name(stream.spec.session)
     return headers
 
 
@@ -81,11 +101,31 @@ async def find_stream(request: web.Request) -> Stream | Group:
     gateway, text = request.app[GATEWAY], request.match_info["stream"]
     stream_id = parse_stream_id(text)
     stream = await gateway.table.fetch(stream_id) or await gateway.groups.fetch(stream_id) if stream_id else None
-    if stream is None:
+    if stream is None or not request[CALLER].owns(namespace_of(stream)):
         raise not_found(
             f"there is no stream {text!r}, or it ended longer ago than streams are kept", "stream_not_found"
         )
     return stream
+
+
+def namespace_of(stream: Stream | Group) -> str:
+    """Whose it is: a group is its choices' tenant's."""
+    return (stream.streams[0] if isinstance(stream, Group) else stream).spec.namespace
+
+
+def asks_all(request: web.Request) -> bool:
+    """A list is to hold everything that the caller may see."""
+    return request.query.get("all") in ("1", "true")
+
+
+def find_session(request: web.Request) -> SessionRecord:
+    """The session of a path. Another tenant's is as unknown as one that isn't there. Raises ApiError."""
+    caller = request[CALLER]
+    session = caller.session(request.match_info["session"])
+    record = request.app[GATEWAY].sessions.get(session)
+    if record is None or not caller.owns(record.namespace):
+        raise not_found(f"there is no session {caller.shown(session)!r}", "session_not_found")
+    return record
 
 
 @web.middleware
@@ -131,11 +171,14 @@ def _unreadable(request: web.Request, error: web.RequestPayloadError) -> web.Res
 
 
 def _check_key(request: web.Request) -> None:
-    key = request.app[GATEWAY].config.gateway.api_key
-    if key:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
-            raise unauthorized()
+    """Know who sends it. Raises ApiError: nobody who is known, or a tenant where only the operator may be."""
+    caller = request.app[GATEWAY].keys.caller(request.headers.get("Authorization", ""))
+    if caller is None:
+        raise unauthorized()
+    request[CALLER] = caller
+    resource = request.match_info.route.resource
+    if not caller.operator and resource is not None and resource.canonical not in TENANT_PATHS:
+        raise forbidden(request.path)
 
 
 def _translate(request: web.Request, error: web.HTTPException) -> ApiError:
@@ -172,4 +215,6 @@ def _log_request(request: web.Request, status: int, seconds: float) -> None:
     metrics.requests.labels(path, str(status)).inc()
     write = log.debug if request.path in QUIET_PATHS and status == 200 else log.info
     more = {name: request[key] for name, key in (("stream", STREAM), ("error", ERROR)) if key in request}
+    if CALLER in request and not request[CALLER].operator:
+        more["tenant"] = request[CALLER].namespace
     write("request.done", method=request.method, path=request.path, status=status, ms=round(seconds * 1000, 1), **more)

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from engine import messages as m
 from gateway import metrics
-from gateway.api import GATEWAY, Gateway, json_response, read_body
+from gateway.api import CALLER, GATEWAY, Gateway, json_response, read_body
 from gateway.api_sessions import session_view
 from gateway.dispatch import Engine
 from gateway.errors import bad_request, conflict, not_found
-from gateway.openai_schema import check_session_id
 from gateway.sessions import SessionRecord
+from gateway.tenancy import named
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -36,15 +36,15 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """200 when a request sent now would be served, else 503 with the reason."""
-    gateway = request.app[GATEWAY]
+    gateway, caller = request.app[GATEWAY], request[CALLER]
     ready = [engine.name for engine in gateway.dispatcher.placeable()]
     status = "draining" if gateway.draining else "ok" if ready else "no engine can serve yet"
     body = {
         "status": status,
         "engines_ready": ready,
         "host_agent": gateway.host.connected,
-        "live_streams": len(gateway.table.live),
-        "degraded": gateway.durability.rows(),
+        "live_streams": sum(caller.owns(stream.spec.namespace) for stream in gateway.table.live.values()),
+        "degraded": [row for row in gateway.durability.rows() if not row["tenant"] or caller.owns(row["tenant"])],
         "uptime_s": round(time.time() - gateway.started_at, 1),
         "pid": os.getpid(),
     }
@@ -101,13 +101,16 @@ class Imported(msgspec.Struct, frozen=True):
 async def adopt_session(request: web.Request) -> web.Response:
     """Take the record and the token list of a session whose state `concordia import` has put into the store."""
     gateway = request.app[GATEWAY]
-    session = check_session_id(request.match_info["session"])
+    session = request[CALLER].session(request.match_info["session"])
     try:
         given = msgspec.json.decode(await read_body(request), type=Imported)
     except msgspec.MsgspecError as error:
         raise bad_request(f"not an imported session: {error}", code="invalid_json") from error
     if len(given.tokens) % 4:
         raise bad_request("tokens: must be packed int32", code="invalid_value", param="tokens")
+    if named(session)[1] != named(session, given.record.namespace)[1]:
+        said = f"record.namespace: {given.record.namespace!r} is not whose session {session!r} is; name it TENANT~NAME"
+        raise bad_request(said, "record.namespace")
     known = gateway.sessions.get(session)
     if known is not None and not given.replace:
         raise conflict(f"there is a session {session!r} already; import under another name, or replace it")
@@ -174,7 +177,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "capture_by": engine.stats.capture_by or None,
         "restore_by": engine.stats.restore_by or None,
         "decode_graph": engine.stats.decode_graph or None,
-        "sessions": sorted({session for session, _ in engine.residents.values() if session}),
+        "sessions": sorted({held.session for held in engine.residents.values() if held.session}),
         "streams": streams,
         "following": [
             {

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway import metrics
-from gateway.api import GATEWAY, STREAM, Gateway, error_response, json_response, read_body, stream_headers
+from gateway.api import CALLER, GATEWAY, STREAM, Gateway, error_response, json_response, read_body, stream_headers
 from gateway.choices import Group
 from gateway.delivery import serve_events
 from gateway.errors import ApiError, overloaded, unavailable
@@ -35,7 +35,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_body(request)
-    specs, group_spec = await _admit(gateway, kind, body, request.headers.get("X-Session-Id"))
+    specs, group_spec = await _admit(
+        gateway, kind, body, request.headers.get("X-Session-Id"), request[CALLER].namespace
+    )
     _check_room(gateway, len(specs), sum(len(spec.prompt) for spec in specs) // 4)
     streams = [gateway.table.open(spec) for spec in specs]
     answered = gateway.groups.open(group_spec, streams) if group_spec else streams[0]
@@ -56,13 +58,13 @@ async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
 
 
 async def _admit(
-    gateway: Gateway, kind: str, body: bytes, session: str | None
+    gateway: Gateway, kind: str, body: bytes, session: str | None, namespace: str
 ) -> tuple[list[StreamSpec], GroupSpec | None]:
     """Parse and tokenize; a long prompt or a grammar on a thread, so that it holds up nobody else's tokens (both free the GIL)."""
     parsed = gateway.admission.parse(kind, body)
     if len(body) < LONG_BODY_BYTES and not constrained(parsed):
-        return gateway.admission.specs(parsed, session)
-    return await asyncio.to_thread(gateway.admission.specs, parsed, session)
+        return gateway.admission.specs(parsed, session, namespace)
+    return await asyncio.to_thread(gateway.admission.specs, parsed, session, namespace)
 
 
 def _check_room(gateway: Gateway, count: int, prompt_tokens: int) -> None:

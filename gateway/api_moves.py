@@ -9,12 +9,11 @@ import msgspec
 from aiohttp import web
 
 from engine import messages as m
-from gateway.api import GATEWAY, Gateway, find_stream, json_response, read_body
+from gateway.api import GATEWAY, Gateway, find_session, find_stream, json_response, read_body
 from gateway.dispatch import Engine
 from gateway.errors import ApiError, bad_request, conflict, not_found
 from gateway.following import IdleSession
 from gateway.migration import Move
-from gateway.openai_schema import check_session_id
 from gateway.sessions import SessionRecord
 from gateway.streams import Stream
 
@@ -33,10 +32,8 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
 async def migrate_session(request: web.Request) -> web.Response:
     """Every live stream of a session, or else its idle state, to another engine; the streams go on."""
     gateway, wish = request.app[GATEWAY], await _body(request, MoveRequest)
-    session = check_session_id(request.match_info["session"])
-    record = gateway.sessions.get(session)
-    if record is None:
-        raise not_found(f"there is no session {session!r}", "session_not_found")
+    record = find_session(request)
+    session = record.session
     target = _engine(gateway, wish.engine)
     live = [gateway.table.live[stream_id] for stream_id in record.streams if stream_id in gateway.table.live]
     if not live:

@@ -10,12 +10,13 @@ from aiohttp import web
 
 from engine.messages import adapter_root, pack_tokens, unpack_tokens
 from gateway import metrics
-from gateway.api import GATEWAY, Gateway, json_response, read_body
+from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, json_response, read_body
 from gateway.errors import ApiError, conflict, not_found
 from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
 from gateway.sessions import SessionRecord
 from gateway.streams import Stream, parse_stream_id
+from gateway.tenancy import OPERATOR, Caller, own_name, whole_name
 from tiers import keeper_client
 from tiers.errors import TierError
 
@@ -27,29 +28,34 @@ WRITE_TIMEOUT_S = 30.0
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    gateway = request.app[GATEWAY]
-    data = [session_view(gateway, record) for record in gateway.sessions.all()]
+    """Those of the caller's namespace; `?all=true`: of every one that it may see."""
+    gateway, caller = request.app[GATEWAY], request[CALLER]
+    listed = [r for r in gateway.sessions.all() if caller.lists(r.namespace, asks_all(request))]
+    data = [session_view(gateway, record, caller) for record in listed]
     return json_response({"object": "list", "data": data})
 
 
 async def get_session(request: web.Request) -> web.Response:
-    gateway = request.app[GATEWAY]
-    record = _find(request)
-    view = {**session_view(gateway, record), "streams": record.streams}
+    gateway, caller = request.app[GATEWAY], request[CALLER]
+    record = find_session(request)
+    view = {**session_view(gateway, record, caller), "streams": record.streams}
     if request.query.get("tokens") in ("1", "true"):
         view["token_ids"] = unpack_tokens(_tokens(gateway, record))
-    return json_response(view, headers={"X-Session-Id": record.session})
+    return json_response(view, headers={"X-Session-Id": view["id"]})
 
 
 async def fork_session(request: web.Request) -> web.Response:
     """A new session that begins as this one does. Nothing is copied: both name the same blocks until they differ."""
-    gateway, record = request.app[GATEWAY], _find(request)
+    gateway, caller, record = request.app[GATEWAY], request[CALLER], find_session(request)
     wish = parse_fork(await read_body(request))
     tokens = await _fork_tokens(gateway, record, wish)
     position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens)
-    name = check_session_id(wish.session_id or f"{record.session[:110]}-fork-{secrets.token_hex(4)}")
+    own = check_session_id(wish.session_id or f"{own_name(record.session)[:110]}-fork-{secrets.token_hex(4)}")
+    name = whole_name(record.namespace, own)
     if gateway.sessions.get(name) is not None:
-        raise conflict(f"there is a session {name!r} already; choose another session_id, or delete it first")
+        raise conflict(
+            f"there is a session {caller.shown(name)!r} already; choose another session_id, or delete it first"
+        )
     fork = gateway.sessions.fork(record.session, name, tokens, position)
     if not await gateway.sessions.written(WRITE_TIMEOUT_S):  # the record is all that a fork is
         log.warning(
@@ -57,7 +63,7 @@ async def fork_session(request: web.Request) -> web.Response:
         )
     metrics.sessions_forked.inc()
     log.info("fork.done", session=record.session, fork=name, position=position)
-    return json_response(session_view(gateway, fork), headers={"X-Session-Id": name})
+    return json_response(session_view(gateway, fork, caller), headers={"X-Session-Id": caller.shown(name)})
 
 
 async def _fork_tokens(gateway: Gateway, record: SessionRecord, wish: ForkRequest) -> bytes:
@@ -68,7 +74,7 @@ async def _fork_tokens(gateway: Gateway, record: SessionRecord, wish: ForkReques
     stream = await gateway.table.fetch(stream_id) if stream_id in record.streams else None
     if stream is None:
         raise not_found(
-            f"stream: session {record.session!r} has no stream {wish.stream!r}", "stream_not_found", "stream"
+            f"stream: session {own_name(record.session)!r} has no stream {wish.stream!r}", "stream_not_found", "stream"
         )
     return pack_tokens(stream.tokens)
 
@@ -81,24 +87,21 @@ def _tokens(gateway: Gateway, record: SessionRecord) -> bytes:
 
 async def park_session(request: web.Request) -> web.Response:
     """Take it off the devices and make all of it durable."""
-    gateway = request.app[GATEWAY]
-    record = _find(request)
-    live = _live_streams(gateway, record)
+    gateway, caller = request.app[GATEWAY], request[CALLER]
+    record = find_session(request)
+    shown, live = caller.shown(record.session), _live_streams(gateway, record)
     if live:
-        raise conflict(
-            f"session {record.session!r} is answering (stream {live[0].id}); wait for its end or delete that stream"
-        )
+        raise conflict(f"session {shown!r} is answering (stream {live[0].id}); wait for its end or delete that stream")
     slots, captured = await _free_devices(gateway, record.session)
     await _drain(gateway)
     gateway.sessions.park(record.session, captured or record.captured)
-    view = session_view(gateway, record)
-    return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": record.session})
+    view = session_view(gateway, record, caller)
+    return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": shown})
 
 
 async def delete_session(request: web.Request) -> web.Response:
     """End its streams, free the devices, forget its blocks (those that no other session shares), its journals and its record."""
-    gateway = request.app[GATEWAY]
-    record = _find(request)
+    gateway, record = request.app[GATEWAY], find_session(request)
     for stream in _live_streams(gateway, record):
         gateway.dispatcher.cancel(stream, "cancelled")
     tokens, shared = gateway.sessions.tokens(record.session), gateway.sessions.shared_with_relatives(record.session)
@@ -106,14 +109,14 @@ async def delete_session(request: web.Request) -> web.Response:
     forgotten = await _forget_blocks(gateway, record, tokens, shared)
     await gateway.table.forget(record.streams)
     gateway.sessions.remove(record.session)
+    shown = request[CALLER].shown(record.session)
     return json_response(
-        {"id": record.session, "object": "session", "deleted": True, "forgotten": forgotten},
-        headers={"X-Session-Id": record.session},
+        {"id": shown, "object": "session", "deleted": True, "forgotten": forgotten}, headers={"X-Session-Id": shown}
     )
 
 
-def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
-    """A session, for people and programs."""
+def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERATOR) -> dict[str, Any]:
+    """A session, for people and programs; named as `caller` names it."""
     live = _live_streams(gateway, record)
     tokens = max([record.token_count, *(len(stream.tokens) for stream in live)])
     engines = [
@@ -122,8 +125,9 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
     resident = bool(engines) and not record.parked
     standbys = gateway.dispatcher.standbys
     return {
-        "id": record.session,
+        "id": caller.shown(record.session),
         "object": "session",
+        "namespace": record.namespace,
         "state": "live" if live else "resident" if resident else "parked",
         "created": int(record.created),
         "last_used": int(record.last_used),
@@ -137,17 +141,9 @@ def session_view(gateway: Gateway, record: SessionRecord) -> dict[str, Any]:
         "engines": engines,
         "standby": standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else None,
         "live_streams": [stream.id for stream in live],
-        "forked_from": record.forked_from or None,
+        "forked_from": caller.shown(record.forked_from) or None,
         "fork_position": record.fork_position or None,
     }
-
-
-def _find(request: web.Request) -> SessionRecord:
-    session = check_session_id(request.match_info["session"])
-    record = request.app[GATEWAY].sessions.get(session)
-    if record is None:
-        raise not_found(f"there is no session {session!r}", "session_not_found")
-    return record
 
 
 def _live_streams(gateway: Gateway, record: SessionRecord) -> list[Stream]:
@@ -159,7 +155,7 @@ async def _free_devices(gateway: Gateway, session: str) -> tuple[int, int]:
     try:
         answers = await gateway.dispatcher.park(session, PARK_TIMEOUT_S)
     except TimeoutError as error:
-        message = f"an engine did not park session {session!r} within {PARK_TIMEOUT_S:g} s; try again"
+        message = f"an engine did not park session {own_name(session)!r} within {PARK_TIMEOUT_S:g} s; try again"
         raise ApiError(504, message, code="engine_timeout") from error
     return sum(a.slots for a in answers), max((a.position for a in answers), default=0)
 

@@ -8,18 +8,20 @@ from aiohttp import web
 
 from engine.messages import unpack_tokens
 from gateway import metrics
-from gateway.api import GATEWAY, STREAM, find_stream, json_response, stream_headers
+from gateway.api import CALLER, GATEWAY, STREAM, asks_all, find_stream, json_response, stream_headers
 from gateway.api_answers import client_left, form_of, parts_of
 from gateway.choices import Group
 from gateway.delivery import serve_events
 from gateway.errors import bad_request
 from gateway.streams import Stream
+from gateway.tenancy import own_name
 
 
 async def list_streams(request: web.Request) -> web.Response:
-    """Live streams."""
-    live = request.app[GATEWAY].table.live.values()
-    return json_response({"object": "list", "data": [stream_view(stream) for stream in live]})
+    """Live streams of the caller's namespace; `?all=true`: of every one that it may see."""
+    caller, live = request[CALLER], request.app[GATEWAY].table.live.values()
+    data = [stream_view(stream) for stream in live if caller.lists(stream.spec.namespace, asks_all(request))]
+    return json_response({"object": "list", "data": data})
 
 
 async def get_stream(request: web.Request) -> web.StreamResponse:
@@ -57,12 +59,12 @@ def stream_view(stream: Stream | Group) -> dict[str, Any]:
     """A stream, for people and programs."""
     if isinstance(stream, Group):
         choices = [stream_view(part) for part in stream.streams]
-        shared = ("kind", "created", "model", "stored", "prompt_tokens")
+        shared = ("kind", "created", "namespace", "model", "stored", "prompt_tokens")
         view = {
             "id": stream.id,
             "object": "stream.group",
             "state": stream.state,
-            "session": stream.spec.session or None,
+            "session": own_name(stream.spec.session) or None,
         }
         return {**view, **{name: choices[0][name] for name in shared}, "choices": choices}
     return {
@@ -72,7 +74,8 @@ def stream_view(stream: Stream | Group) -> dict[str, Any]:
         "state": stream.state,
         "created": stream.spec.created,
         "model": stream.spec.model,
-        "session": stream.spec.session or None,
+        "session": own_name(stream.spec.session) or None,
+        "namespace": stream.spec.namespace,
         "stored": stream.stored,
         "group": stream.spec.group or None,
         "choice": stream.spec.choice,

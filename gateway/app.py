@@ -46,6 +46,7 @@ from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable
+from gateway.tenancy import Keys
 from gateway.tokenizer import load_tokenizer, read_model_facts
 from tiers.keys import BadKeys, Keyring
 
@@ -117,10 +118,10 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
 
 def check_listen(config: GatewayConfig) -> None:
     """Beyond loopback only with a key."""
-    if not is_loopback(config.gateway.host) and not config.gateway.api_key:
+    if not is_loopback(config.gateway.host) and not config.gateway.any_key:
         raise Refused(
             f"{config.gateway.host} can be reached from other machines, so an API key is needed: "
-            "set --api-key, CONCORDIA_API_KEY or api_key_file, or listen on 127.0.0.1"
+            "set --api-key, CONCORDIA_API_KEY, api_key_file or [tenants.NAME] api_key, or listen on 127.0.0.1"
         )
 
 
@@ -190,6 +191,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         form,
         GroupForm(form),
         durability,
+        Keys(settings.api_key, settings.tenants),
         started_at=time.time(),
     )
     return gateway, metrics.EngineCollector(lambda: api_admin.engine_rows(dispatcher.engines))

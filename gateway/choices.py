@@ -22,6 +22,7 @@ from gateway import journal as j
 from gateway.sealing import Seal, Sealing
 from gateway.sse import EventForm
 from gateway.streams import Reader, Stream, StreamTable
+from gateway.tenancy import own_name
 from tiers.keys import Locked
 
 log = structlog.get_logger()
@@ -165,7 +166,7 @@ class Group:
     def concordia(self) -> dict[str, Any]:
         return {
             "stream_id": self.id,
-            "session_id": self.spec.session or None,
+            "session_id": own_name(self.spec.session) or None,
             "choices": [stream.concordia() for stream in self.streams],
         }
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -47,6 +47,14 @@ class World:
     watch_processes: bool = True
 
 
+class Held(NamedTuple):
+    """A token list, packed, whose state may be on an engine's device. session: "" if it has none."""
+
+    namespace: str
+    session: str
+    tokens: bytes
+
+
 class Engine:
     """One incarnation of an engine, as the gateway sees it."""
 
@@ -61,7 +69,7 @@ class Engine:
         self.stats = m.EngineStats()
         self.tenants: dict[str, m.TenantStats] = {}
         self.streams: dict[str, Stream] = {}
-        self.residents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # stream -> (session, tokens)
+        self.residents: OrderedDict[str, Held] = OrderedDict()  # by stream
         self.link_lost_at = 0.0
         self.pidfd = -1
         self.parks: dict[int, asyncio.Future[Any]] = {}  # what was asked by number, and waits for its answer
@@ -91,30 +99,32 @@ class Engine:
 
     def remember(self, stream: Stream, tokens: bytes) -> None:
         """Its state may stay on the device."""
-        self.keep(stream.id, stream.spec.session, tokens)
+        self.keep(stream.id, stream.spec.namespace, stream.spec.session, tokens)
 
-    def keep(self, key: str, session: str, tokens: bytes) -> None:
+    def keep(self, key: str, namespace: str, session: str, tokens: bytes) -> None:
         """The state of a token list may be on the device from now on."""
         self.residents.pop(key, None)
-        self.residents[key] = (session, tokens)
+        self.residents[key] = Held(namespace, session, tokens)
         limit = RESIDENTS_KEPT * (self.hello.slots if self.hello else 8)
         while len(self.residents) > limit:
             self.residents.popitem(last=False)
 
     def holds(self, session: str) -> bool:
         """It has worked on this session and was not told to park it."""
-        return bool(session) and any(name == session for name, _ in self.residents.values())
+        return bool(session) and any(held.session == session for held in self.residents.values())
 
     def forget(self, session: str) -> None:
         self.copies.pop(session, None)
-        for stream_id in [key for key, (name, _) in self.residents.items() if name == session]:
+        for stream_id in [key for key, held in self.residents.items() if held.session == session]:
             del self.residents[stream_id]
 
-    def view(self, tokens: bytes, session: str, stream_id: str = "") -> placement.EngineView:
-        """Itself, as placement needs it for one request."""
-        prefix = max((placement.common_prefix(tokens, held) for _, held in self.residents.values()), default=0)
-        if stream_id in self.followed:
-            prefix = max(prefix, self.followed[stream_id].position)
+    def view(self, tokens: bytes, stream: Stream) -> placement.EngineView:
+        """Itself, as placement needs it for one request. What it holds of other tenants has no say in it."""
+        session, namespace = stream.spec.session, stream.spec.namespace
+        own = [held.tokens for held in self.residents.values() if held.namespace == namespace]
+        prefix = max((placement.common_prefix(tokens, held) for held in own), default=0)
+        if stream.id in self.followed:
+            prefix = max(prefix, self.followed[stream.id].position)
         idle = self.followed.get(following.idle_name(session)) if session else None
         if idle is not None and not idle.refused:
             prefix = max(prefix, placement.common_prefix(tokens, idle.tokens[: 4 * idle.position]))
@@ -392,7 +402,7 @@ class Dispatcher:
         if stream.alone and any(s.alone for engine in self.engines.values() for s in engine.streams.values()):
             return True  # later: one suspect at a time
         tokens = m.pack_tokens(stream.tokens)
-        views = [engine.view(tokens, stream.spec.session, stream.id) for engine in self.placeable()]
+        views = [engine.view(tokens, stream) for engine in self.placeable()]
         choice = placement.choose(views, self._settings.spares)
         if choice is None:
             self._wait(stream)
@@ -472,7 +482,7 @@ class Dispatcher:
         if resident.copied:
             engine.copies[resident.session] = resident.tokens
         else:
-            engine.keep(following.idle_name(resident.session), resident.session, resident.tokens)
+            engine.keep(following.idle_name(resident.session), resident.namespace, resident.session, resident.tokens)
         if self.standbys is not None and not self.is_answering(resident.session):
             self.standbys.resident(engine, resident)
 

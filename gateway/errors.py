@@ -4,6 +4,7 @@ ApiError                 answered as {"error": {"message", "type", "param", "cod
 |- bad_request(...)      stop: the request is wrong; `param` names the field
 |- not_found(...)        stop: there is no such model, stream or session
 |- unauthorized()        stop: send the key
+|- forbidden(...)        stop: send the operator's key
 |- conflict(...)         retry after the named thing has ended
 |- overloaded(...)       retry after `retry_after_s`; nothing was started
 `- unavailable(...)      retry: no engine could serve
@@ -64,6 +65,13 @@ def not_found(message: str, code: str, param: str | None = None) -> ApiError:
 def unauthorized() -> ApiError:
     hint = "This server requires an API key: send it as `Authorization: Bearer <key>`."
     return ApiError(401, hint, code="invalid_api_key")
+
+
+def forbidden(path: str) -> ApiError:
+    message = (
+        f"{path} is the operator's: it takes the operator's API key (gateway.api_key), and this one is a tenant's."
+    )
+    return ApiError(403, message, code="operator_only")
 
 
 def conflict(message: str) -> ApiError:

@@ -166,7 +166,7 @@ class Moves:
             return f"target refused: {state.refused or why}"
         if self._dispatcher.is_answering(session):
             return "answering again: move it live"
-        target.keep(state.stream, session, idle.tokens)
+        target.keep(state.stream, idle.namespace, session, idle.tokens)
         await self._dispatcher.park(session, timeout_s, but=target.name)
         return "moved"
 
@@ -205,7 +205,7 @@ class Moves:
         if sum(move.phase != "over" for move in self.moves.values()) >= DRAIN_AT_ONCE:
             return None
         tokens = m.pack_tokens(stream.tokens)
-        views = [engine.view(tokens, stream.spec.session, stream.id) for engine in self._dispatcher.placeable()]
+        views = [engine.view(tokens, stream) for engine in self._dispatcher.placeable()]
         target = placement.choose(views, 0)
         if target is None:
             return None

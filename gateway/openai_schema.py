@@ -178,7 +178,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What either form asks for, once checked. max_tokens 0: not named; stop_tokens: beside the model's own."""
+    """What either form asks for, once checked. max_tokens 0: not named; stop_tokens: beside the model's own; namespace: whose it is."""
 
     sampling: Sampling
     seeded: bool
@@ -190,6 +190,7 @@ class Wish(msgspec.Struct, frozen=True):
     store: bool
     session: str
     capture: bool
+    namespace: str = "default"
 
 
 def parse_chat(body: bytes) -> ChatRequest:

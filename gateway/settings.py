@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class TenantAccess:
+    """How the requests of one tenant are known, `[tenants.NAME]`.
+
+    api_key       a request that carries it has the namespace NAME
+    api_key_file  file whose first line is that key (used where no key is given)
+    """
+
+    api_key: str = ""
+    api_key_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """HTTP, admission and stream retention.
 
-    api_key               required from every request when set; needed to listen beyond loopback
+    api_key               the operator's; once it or a tenant's key is set, every request must carry one; needed to listen beyond loopback
     max_body_bytes        larger request bodies are refused with 413
     max_waiting           streams that may wait for an engine; more are refused with 429
     engine_wait_s         how long a stream waits while no engine is alive
@@ -27,6 +40,8 @@ class GatewaySettings:
     default_max_tokens    length of an answer when the request names none; 0 means up to the context
     tool_form             how the model writes tool calls: `hermes`, `llama`, or `auto`, by its chat template
     drain_s               how long SIGTERM lets running streams go on before the gateway exits (they can be resumed afterwards)
+
+    `tenants`, by namespace, comes from the tables `[tenants.NAME]`.
     """
 
     host: str = "127.0.0.1"
@@ -46,3 +61,9 @@ class GatewaySettings:
     default_max_tokens: int = 0
     tool_form: Literal["auto", "hermes", "llama"] = "auto"
     drain_s: float = 10.0
+    tenants: Mapping[str, TenantAccess] = field(default_factory=dict)
+
+    @property
+    def any_key(self) -> str:
+        """A key that requests may carry, the operator's if it is set; "" if they need none."""
+        return self.api_key or next((row.api_key for row in self.tenants.values() if row.api_key), "")

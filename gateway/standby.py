@@ -240,7 +240,7 @@ class Standbys:
             return
         if self._dispatcher.is_answering(spec.session):
             return
-        tokens = owner.residents[stream.id][1] if stream.id in owner.residents else b""
+        tokens = owner.residents[stream.id].tokens if stream.id in owner.residents else b""
         if tokens:
             self._idle.pop(spec.session, None)
             self._idle[spec.session] = IdleSession(spec.session, spec.namespace, spec.adapter, tokens, owner.name)
@@ -271,7 +271,7 @@ class Standbys:
                 self._wake(idle.session)
                 continue
             following.drop(heir, name, USER)
-            heir.keep(name, idle.session, idle.tokens[: 4 * position])
+            heir.keep(name, idle.namespace, idle.session, idle.tokens[: 4 * position])
             idle.owner = heir.name
 
 

@@ -25,6 +25,7 @@ from gateway import metrics
 from gateway.recovery_pacing import Deaths
 from gateway.renderer import Renderer
 from gateway.sealing import Sealing
+from gateway.tenancy import own_name
 from gateway.tokenizer import TextCodec
 from gateway.tool_parser import CallDelta, ToolParser
 from tiers.keys import Locked
@@ -218,7 +219,7 @@ class Stream:
         tiers = {tier: started.reused.get(tier, 0) for tier in ("device", "lane", "disk")}
         return {
             "stream_id": self.id,
-            "session_id": self.spec.session or None,
+            "session_id": own_name(self.spec.session) or None,
             "verdict": started.verdict,
             "reason": started.reason,
             "restored_tokens": sum(tiers.values()),

@@ -12,6 +12,7 @@ from typing import Any
 import click
 import msgspec
 
+from gateway.tenancy import named
 from ops.errors import StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data
@@ -239,6 +240,7 @@ def _state(row: dict[str, Any]) -> str:
 def run_pin(here: Installation, session: str, as_json: bool, *, namespace: str, pinned: bool) -> None:
     """Keep a session from being evicted, or let it go. Raises StateRefused, StoreFailed."""
     need_data(here)
+    session, namespace = named(session, namespace)
     if here.owner:
         keeper_client.pin(here.paths.keeper_socket, namespace, session, pinned=pinned)
     else:

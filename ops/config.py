@@ -21,7 +21,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.settings import EngineSettings
 from gateway.config import is_loopback
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, TenantAccess
+from gateway.tenancy import DEFAULT, TENANT_NAME
 from ops.errors import ConfigError
 from ops.settings import HostSettings, LogSettings
 from tiers.paths import Paths
@@ -42,7 +43,10 @@ ENVIRONMENT_OTHER = {"CONCORDIA_CONFIG", "CONCORDIA_URL", "CONCORDIA_STORE_KEYS"
 ENVIRONMENT_FREE = ("CONCORDIA_TEST_", "CONCORDIA_BENCH_")
 SECRET_KEYS = {"gateway.api_key"}
 TENANTS = "tenants"  # tables of the file, one a tenant
-TENANT_KEYS = tuple(field.name for field in dataclasses.fields(TenantLimits))
+TENANT_KEYS: dict[str, type] = {
+    **{field.name: int for field in dataclasses.fields(TenantLimits)},
+    **{field.name: str for field in dataclasses.fields(TenantAccess)},
+}
 
 _UNITS = {
     "": 1,
@@ -100,9 +104,10 @@ class Config:
         """Every key with its value, in documentation order; then what is set for single tenants."""
         return {key: _get(self, key) for key in all_keys()} | {
             f"{TENANTS}.{name}.{key}": value
-            for name, limits in self.tiers.tenants.items()
-            for key, value in dataclasses.asdict(limits).items()
-            if value is not None
+            for name in self.tiers.tenants
+            for table in (self.tiers.tenants[name], self.gateway.tenants[name])
+            for key, value in dataclasses.asdict(table).items()
+            if value not in (None, "")
         }
 
     @property
@@ -184,10 +189,11 @@ def _expected(kind: Any) -> str:
 
 def _convert(key: str, value: Any, where: str) -> Any:
     """Value of TOML, environment or flag -> value of the key's type; text is parsed where it comes from the environment."""
-    kind = int if key.startswith(f"{TENANTS}.") else _HINTS[key]
+    kind = TENANT_KEYS[key.rpartition(".")[2]] if key.startswith(f"{TENANTS}.") else _HINTS[key]
     converted = _converted(kind, key, value)
     if converted is None:
-        raise ConfigError(f"{where}: {key} must be {_expected(kind)}, not {value!r}")
+        said = "what is given" if is_secret(key) else repr(value)
+        raise ConfigError(f"{where}: {key} must be {_expected(kind)}, not {said}")
     problem = _problem(key, converted)
     if problem:
         raise ConfigError(f"{where}: {key} = {converted!r} {problem}")
@@ -322,43 +328,84 @@ def flag_name(key: str) -> str:
 def _assemble(values: dict[str, Any], sources: dict[str, str]) -> Config:
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     top: dict[str, Any] = {}
-    tenants: dict[str, dict[str, int]] = {}
+    tenants: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         if section.startswith(f"{TENANTS}."):
             tenants.setdefault(section.removeprefix(f"{TENANTS}."), {})[name] = value
         else:
             (sections[section] if section else top)[name] = value
-    sections["tiers"][TENANTS] = {name: TenantLimits(**limits) for name, limits in tenants.items()}
+    sections["tiers"][TENANTS] = {name: _part(TenantLimits, table) for name, table in tenants.items()}
+    sections["gateway"][TENANTS] = {name: _part(TenantAccess, table) for name, table in tenants.items()}
     built = {name: SECTIONS[name](**section) for name, section in sections.items()}
     said = {key: sources.get(key, "default") for key in [*all_keys(), *(key for key in values if key not in _HINTS)]}
     config = Config(**top, **built, sources=types.MappingProxyType(said))
-    return _with_key_file(config)
+    return _with_key_files(config)
 
 
-def _with_key_file(config: Config) -> Config:
-    if not config.api_key_file or config.gateway.api_key:
-        return config
-    path = Path(os.path.expanduser(config.api_key_file))
-    where = config.sources["api_key_file"]
+def _part(form: type[Any], table: dict[str, Any]) -> Any:
+    """What a tenant's table says of one of the classes that it is split into."""
+    names = {field.name for field in dataclasses.fields(form)}
+    return form(**{key: value for key, value in table.items() if key in names})
+
+
+def _with_key_files(config: Config) -> Config:
+    """Keys that lie in files, of the operator and of tenants."""
+    gateway, sources = config.gateway, dict(config.sources)
+    if config.api_key_file and not gateway.api_key:
+        key, sources["gateway.api_key"] = _key_in("api_key_file", config.api_key_file, sources)
+        gateway = dataclasses.replace(gateway, api_key=key)
+    tenants = dict(gateway.tenants)
+    for name, access in gateway.tenants.items():
+        if access.api_key_file and not access.api_key:
+            table = f"{TENANTS}.{name}"
+            key, sources[f"{table}.api_key"] = _key_in(f"{table}.api_key_file", access.api_key_file, sources)
+            tenants[name] = dataclasses.replace(access, api_key=key)
+    gateway = dataclasses.replace(gateway, tenants=tenants)
+    return dataclasses.replace(config, gateway=gateway, sources=types.MappingProxyType(sources))
+
+
+def _key_in(key: str, file: str, sources: Mapping[str, str]) -> tuple[str, str]:
+    """The first line of a key file, and where that comes from. Raises ConfigError."""
+    path = Path(os.path.expanduser(file))
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: api_key_file {path} can't be read: {error}") from error
+        raise ConfigError(f"{sources[key]}: {key} {path} can't be read: {error}") from error
     if not lines or not lines[0].strip():
-        raise ConfigError(f"{where}: api_key_file {path} is empty; its first line must be the key")
-    gateway = dataclasses.replace(config.gateway, api_key=lines[0].strip())
-    sources = types.MappingProxyType({**config.sources, "gateway.api_key": f"file {path}"})
-    return dataclasses.replace(config, gateway=gateway, sources=sources)
+        raise ConfigError(f"{sources[key]}: {key} {path} is empty; its first line must be the key")
+    return lines[0].strip(), f"file {path}"
 
 
 def _check(config: Config) -> Config:
-    if not is_loopback(config.gateway.host) and not config.gateway.api_key:
+    _check_tenants(config)
+    if not is_loopback(config.gateway.host) and not config.gateway.any_key:
         raise ConfigError(
             f"{config.sources['gateway.host']}: gateway.host = {config.gateway.host!r} is reachable from other machines, and no API key "
-            "is set; give one by --api-key, CONCORDIA_API_KEY or api_key_file, or listen on 127.0.0.1"
+            "is set; give one by --api-key, CONCORDIA_API_KEY, api_key_file or [tenants.NAME] api_key, or listen on 127.0.0.1"
         )
     return config
+
+
+def _check_tenants(config: Config) -> None:
+    """Whose key it is must follow from the key. Raises ConfigError, which names no key."""
+    owners = {config.gateway.api_key: "gateway.api_key"} if config.gateway.api_key else {}
+    for name, access in config.gateway.tenants.items():
+        key = f"{TENANTS}.{name}.api_key"
+        if not access.api_key:
+            continue
+        if name == DEFAULT:
+            raise ConfigError(
+                f"{config.sources[key]}: {key}: {DEFAULT} is the operator's namespace; set gateway.api_key"
+            )
+        if not TENANT_NAME.fullmatch(name):
+            hint = "1 to 128 letters, digits or any of . _ : @ -, a letter or digit first"
+            raise ConfigError(f"{config.sources[key]}: {key}: a tenant with a key needs another name: {hint}")
+        if access.api_key in owners:
+            raise ConfigError(
+                f"{config.sources[key]}: {key} is the key of {owners[access.api_key]} too; give each its own"
+            )
+        owners[access.api_key] = key
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -428,9 +475,14 @@ def _known(key: str, file: Path) -> str:
 # ---------------------------------------------------------------- showing
 
 
+def is_secret(key: str) -> bool:
+    """Its value is never shown: the operator's key, or a tenant's."""
+    return key in SECRET_KEYS or (key.startswith(f"{TENANTS}.") and key.endswith(".api_key"))
+
+
 def shown_value(key: str, value: Any) -> str:
     """A value as `concordia config` shows it; secrets are only said to be set."""
-    if key in SECRET_KEYS:
+    if is_secret(key):
         return "(set)" if value else ""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -439,7 +491,7 @@ def as_json(config: Config) -> str:
     """`concordia config --json`: {key: {"value", "source", "environment"}}."""
     shown = {
         key: {
-            "value": shown_value(key, value) if key in SECRET_KEYS or isinstance(value, Path) else value,
+            "value": shown_value(key, value) if is_secret(key) or isinstance(value, Path) else value,
             "source": config.sources[key],
             "environment": environment_name(key) or None,
         }

@@ -132,7 +132,7 @@ class Supervisor:
         if not any(engine_state(self._paths, name) == "ready" for name in self._engines()):
             return False  # no need to ask
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            key = self.config.gateway.api_key
+            key = self.config.gateway.any_key
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             async with client.get(base_url(self.config) + "/health", headers=headers) as answer:
                 return answer.status == 200

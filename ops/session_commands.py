@@ -17,7 +17,7 @@ def sessions() -> None:
 
 
 COMMANDS = (sessions,)
-_SHOWN = ("id", "state", "turns", "tokens", "captured", "durable", "lag", "pinned", "degraded")
+_SHOWN = ("id", "namespace", "state", "turns", "tokens", "captured", "durable", "lag", "pinned", "degraded")
 
 
 @sessions.command("ls", exits=(4,))
@@ -43,7 +43,8 @@ def sessions_ls(config: Config, url: str | None, as_json: bool) -> None:
     if not rows:
         click.echo("no sessions; a request with the header X-Session-Id makes one")
         return
-    columns = [key for key in _SHOWN if any(key in row for row in rows)]
+    said = {row.get("namespace", "default") for row in rows} - {"default"}
+    columns = [key for key in _SHOWN if any(key in row for row in rows) and (said or key != "namespace")]
     console.print(table("", columns, [[_cell(row.get(key)) for key in columns] for row in rows]))
 
 
@@ -144,7 +145,10 @@ def sessions_rm(
 
 def _namespace_flag(function: Any) -> Any:
     return click.option(
-        "--namespace", default="default", show_default=True, metavar="NAME", help="The session's tenant."
+        "--namespace",
+        default="",
+        metavar="NAME",
+        help="The session's tenant, default what its name says (TENANT~NAME).",
     )(function)
 
 

@@ -22,7 +22,7 @@ from tiers.view import StoreReader
 def listed(here: Installation) -> dict[str, Any]:
     """All sessions, most lately used first, as GET /v1/sessions answers."""
     if here.gateway is not None or _nothing_on_disk(here):
-        answer = dict(here.need_gateway("this list").get("/v1/sessions"))
+        answer = dict(here.need_gateway("this list").get("/v1/sessions?all=true"))
         return {**answer, "data": _with_pins(here, answer["data"])}
     with session_file(here) as file:
         records, locked = file.all(), file.locked

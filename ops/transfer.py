@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from gateway.sessions import SessionRecord
+from gateway.tenancy import named
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data, session_file
@@ -119,7 +120,7 @@ def run_import(
     """Take one session from `source`. Raises BadData (damaged), ModelError (another model), StateRefused (the name is taken)."""
     opened = _checked(source, as_json, keys)
     m = opened.manifest
-    session, namespace = name or m.session, namespace or m.namespace
+    session, namespace = named(name or m.session, namespace, m.namespace)
     note = _check_model(here, opened, any_model)
     _check_name(here, session, replace)
     row = {

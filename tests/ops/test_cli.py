@@ -115,7 +115,7 @@ class Gateway(BaseHTTPRequestHandler):
     asked: list[tuple[str, str, str | None]] = []
     answers: dict[str, Any] = {
         "/admin/engines": [{"id": "e0", "pid": 7, "state": "ready", "device": "cpu", "stats": {}}],
-        "/v1/sessions": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
+        "/v1/sessions?all=true": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
         "/v1/sessions/a%20b": {"id": "a b", "tokens": 12, "turns": 1, "forgotten": True, "streams": ["s1"]},
         "/v1/sessions/a%20b/park": {"slots": 1, "durable": 11},
         "/v1/sessions/a%20b/fork": {"id": "c", "tokens": 7},

@@ -201,12 +201,47 @@ lane_bytes = 1000
     assert found.host_json(data_dir, "m")["tiers"]["tenants"]["acme"]["disk_bytes"] == 10**10
 
 
+def test_keys_of_tenants_reach_the_gateway_alone_and_are_never_shown(data_dir: Path) -> None:
+    (data_dir / "key").write_text("from-file\n")
+    toml = f"""
+[gateway]
+host = "0.0.0.0"
+[tenants.acme]
+api_key = "hush"
+disk_bytes = 5
+[tenants.zeta]
+api_key_file = "{data_dir / "key"}"
+[tenants.none]
+disk_bytes = 1
+"""
+    found = load(data_dir, toml)
+    assert {name: row.api_key for name, row in found.gateway.tenants.items()} == {
+        "acme": "hush",
+        "zeta": "from-file",
+        "none": "",
+    }
+    assert found.gateway_json(data_dir, "m")["gateway"]["tenants"]["zeta"]["api_key"] == "from-file"
+    shown = json.loads(config.as_json(found))
+    assert [shown[f"tenants.{name}.api_key"]["value"] for name in ("acme", "zeta")] == ["(set)", "(set)"]
+    assert shown["tenants.zeta.api_key"]["source"] == f"file {data_dir / 'key'}"
+    assert shown["tenants.acme.disk_bytes"]["value"] == 5 and "tenants.none.api_key" not in shown
+    for text in (config.as_json(found), json.dumps(found.host_json(data_dir, "m"))):
+        assert "hush" not in text and "from-file" not in text
+    assert found.tiers.tenant_limit("acme", "disk") == 5
+
+
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
         ("[tenants.a]\ndisc_bytes = 1", "unknown key tenants.a.disc_bytes; did you mean disk_bytes?"),
         ("[tenants.a]\ndisk_bytes = 'x'", "tenants.a.disk_bytes must be a whole number"),
         ("[tenants.a]\ndisk_bytes = -1", "too small"),
+        ("[tenants.a]\napi_key = 17", "tenants.a.api_key must be text, not what is given"),
+        ("[tenants.default]\napi_key = 'k'", "set gateway.api_key"),
+        ("[tenants.'a b']\napi_key = 'k'", "needs another name"),
+        ("[tenants.a]\napi_key = 'k'\n[tenants.b]\napi_key = 'k'", "the key of tenants.a.api_key too"),
+        ("[gateway]\napi_key = 'k'\n[tenants.b]\napi_key = 'k'", "the key of gateway.api_key too"),
+        ("[tenants.a]\napi_key_file = '/nowhere/key'", "tenants.a.api_key_file /nowhere/key can't be read"),
         ("[tenants]\na = 1", "write [tenants.NAME]"),
         ("tenants = 1", "write [tenants.NAME]"),
         ("[tenant.a]\nx = 1", "did you mean tenants?"),

@@ -45,6 +45,25 @@ def test_an_exported_session_goes_on_elsewhere(place: Place, target: Place, tmp_
     assert (listed["id"], listed["tokens"], listed["turns"]) == ("chat", 43, 1)
 
 
+def test_an_import_for_a_tenant_is_named_for_it(place: Place, target: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    taken = target.json("import", str(tmp_path / "f"), "--namespace", "acme", "--as", "talk")
+    assert (taken["session"], taken["namespace"]) == ("acme~talk", "acme")
+    assert target.json("import", str(tmp_path / "f"))["session"] == "chat"
+    rows = target.json("sessions", "ls")["data"]
+    assert {(row["id"], row["namespace"], row["durable"]) for row in rows} == {
+        ("acme~talk", "acme", 43),
+        ("chat", "default", 43),
+    }
+    assert "namespace" in target.run("sessions", "ls").stdout and "namespace" not in place.run("sessions", "ls").stdout
+    assert target.json("sessions", "pin", "acme~talk")["namespace"] == "acme"
+    assert target.json("sessions", "show", "acme~talk")["pinned"]
+    again = export(target, tmp_path / "g", "acme~talk")
+    assert again["position"] == 43
+    assert place.json("import", str(tmp_path / "g"), "--namespace", "default", "--as", "back")["session"] == "back"
+
+
 def test_export_takes_what_still_waits_in_the_lanes(place: Place, tmp_path: Path) -> None:
     place.session("chat", TOKENS, cuts=[10, 43], drained=False)
     assert export(place, tmp_path / "f")["position"] == 43
