@@ -132,4 +132,5 @@ class Grammars:
 def _failed(matcher: Any) -> BadRequest:
     reason = matcher.get_error().split("\n")[0]
     log.warning("grammar.failed", reason=reason)
-    return BadRequest("bad_grammar", f"the grammar can't be followed: {reason}; make it simpler")
+    said = "no token of this model may come next" if reason == "NoExtensionBias" else reason
+    return BadRequest("bad_grammar", f"the grammar can't be followed: {said}; make it simpler, or wider")

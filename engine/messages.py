@@ -53,7 +53,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to draw the token at a position: a pure function of (logits, tokens so far, seed, position).
 
-    top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off; temperature 0 is greedy.
+    top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off; temperature 0 (or below `sampler.GREEDY_BELOW`) is greedy.
     logit_bias         added to the logits of these tokens, before anything else
     repetition_penalty logits of tokens in the prompt or the answer are divided by it if positive, else multiplied; 1.0: off
     min_tokens         tokens of the answer before a stop token may be drawn

@@ -16,6 +16,8 @@ from engine.messages import Sampling, TokenLogprobs
 
 # Candidates that are sorted first for top-p; the whole vocabulary is sorted only when their mass is not enough.
 _NUCLEUS_CANDIDATES = 1024
+# Below it the argmax is taken: logits divided by less overflow (vLLM has the same bound).
+GREEDY_BELOW = 1e-5
 
 
 def uniform(seed: int, position: int) -> float:
@@ -48,7 +50,7 @@ def sample(
         scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
     if len(generated) < sampling.min_tokens and stop_tokens:
         scores = _without(scores, stop_tokens)
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     scores = scores / sampling.temperature
     draw = uniform(sampling.seed, position)

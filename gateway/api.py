@@ -115,7 +115,15 @@ def namespace_of(stream: Stream | Group) -> str:
 
 def asks_all(request: web.Request) -> bool:
     """A list is to hold everything that the caller may see."""
-    return request.query.get("all") in ("1", "true")
+    return is_set(request, "all")
+
+
+def is_set(request: web.Request, name: str) -> bool:
+    """A yes or no of the query; no if it isn't there. Raises ApiError if it is neither."""
+    given = request.query.get(name, "").lower()
+    if given not in ("", "0", "1", "false", "true"):
+        raise bad_request(f"{name}: expected true or false, got {given!r}", name)
+    return given in ("1", "true")
 
 
 def find_session(request: web.Request) -> SessionRecord:

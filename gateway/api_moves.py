@@ -102,9 +102,12 @@ async def restart_engine(request: web.Request) -> web.Response:
 async def _body(request: web.Request, form: type[Any]) -> Any:
     data = await read_body(request)
     try:
-        return msgspec.json.decode(data or b"{}", type=form)
+        wish = msgspec.json.decode(data or b"{}", type=form)
     except msgspec.MsgspecError as error:
         raise bad_request(f"the body: {error}", code="invalid_body") from error
+    if wish.timeout_s < 0:
+        raise bad_request(f"timeout_s: must be at least 0, got {wish.timeout_s:g}", "timeout_s", "out_of_range")
+    return wish
 
 
 def _engine(gateway: Gateway, name: str) -> Engine:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engine.messages import adapter_root, pack_tokens, unpack_tokens
 from gateway import metrics
-from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, json_response, read_body
+from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, is_set, json_response, read_body
 from gateway.errors import ApiError, conflict, not_found
 from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
@@ -30,7 +30,8 @@ WRITE_TIMEOUT_S = 30.0
 async def list_sessions(request: web.Request) -> web.Response:
     """Those of the caller's namespace; `?all=true`: of every one that it may see."""
     gateway, caller = request.app[GATEWAY], request[CALLER]
-    listed = [r for r in gateway.sessions.all() if caller.lists(r.namespace, asks_all(request))]
+    everything = asks_all(request)
+    listed = [r for r in gateway.sessions.all() if caller.lists(r.namespace, everything)]
     data = [session_view(gateway, record, caller) for record in listed]
     return json_response({"object": "list", "data": data})
 
@@ -39,7 +40,7 @@ async def get_session(request: web.Request) -> web.Response:
     gateway, caller = request.app[GATEWAY], request[CALLER]
     record = find_session(request)
     view = {**session_view(gateway, record, caller), "streams": record.streams}
-    if request.query.get("tokens") in ("1", "true"):
+    if is_set(request, "tokens"):
         view["token_ids"] = unpack_tokens(_tokens(gateway, record))
     return json_response(view, headers={"X-Session-Id": view["id"]})
 

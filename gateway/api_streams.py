@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from aiohttp import web
@@ -16,11 +17,14 @@ from gateway.errors import bad_request
 from gateway.streams import Stream
 from gateway.tenancy import own_name
 
+CURSOR = re.compile(r"-?[0-9]{1,18}")
+
 
 async def list_streams(request: web.Request) -> web.Response:
     """Live streams of the caller's namespace; `?all=true`: of every one that it may see."""
     caller, live = request[CALLER], request.app[GATEWAY].table.live.values()
-    data = [stream_view(stream) for stream in live if caller.lists(stream.spec.namespace, asks_all(request))]
+    everything = asks_all(request)
+    data = [stream_view(stream) for stream in live if caller.lists(stream.spec.namespace, everything)]
     return json_response({"object": "list", "data": data})
 
 
@@ -101,11 +105,10 @@ def _cursor(request: web.Request) -> int:
     text = request.query["from"] if name == "from" else request.headers.get(name, "")
     if name != "from" and not text.strip():
         return -1
-    try:
-        cursor = int(text.strip())
-    except ValueError as error:
-        message = f"{name}: expected the id of the last event that was seen, a number, got {text!r}"
-        raise bad_request(message, name, "invalid_type") from error
+    if not CURSOR.fullmatch(text.strip()):
+        message = f"{name}: expected the id of the last event that was seen, a number, got {text[:40]!r}"
+        raise bad_request(message, name, "invalid_type")
+    cursor = int(text.strip())
     if cursor < 0:
         hint = "leave it out to read from the beginning"
         raise bad_request(f"{name}: must be at least 0, got {cursor}; {hint}", name, "out_of_range")

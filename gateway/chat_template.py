@@ -60,11 +60,24 @@ class ChatTemplate:
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:
     """The model's template, or None if it has none (then only /v1/completions serves)."""
-    path = model_dir / "tokenizer_config.json"
-    config = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-    file = model_dir / "chat_template.jinja"
-    source = file.read_text() if file.exists() else _named_default(config.get("chat_template"))
+    config = _tokenizer_config(model_dir)
+    source = _source(model_dir, config)
     return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether the model has one, without compiling it."""
+    return _source(model_dir, _tokenizer_config(model_dir)) is not None
+
+
+def _tokenizer_config(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "tokenizer_config.json"
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+
+
+def _source(model_dir: Path, config: dict[str, Any]) -> Any:
+    file = model_dir / "chat_template.jinja"
+    return file.read_text() if file.exists() else _named_default(config.get("chat_template"))
 
 
 def no_chat_template() -> ApiError:

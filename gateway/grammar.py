@@ -7,12 +7,15 @@ same: one llguidance grammar, checked here, so that one which can't be compiled 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from gateway.errors import ApiError, bad_request, not_supported
 
+REASON_LIMIT = 300  # characters
 # Between JSON's tokens: enough for any indentation a model likes, and an end to it.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}"}
+_OF_A_SCHEMA = '{"grammars":[{"name":"json_schema",'
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 PLAIN = (*GUIDED, "regex", "grammar")
 Wished = tuple[str, str, Any] | None  # field, form, value
@@ -65,8 +68,35 @@ def check(grammar: str, field: str) -> None:
 
     failed, said = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
-        reason = said[0].strip().split("\n   1 | start:")[0] if said else "unknown reason"
-        raise ApiError(400, f"{field}: it can't be compiled: {reason}", code="invalid_grammar", param=field)
+        raise _refused(field, said[0].strip().split("\n   1 | start:")[0] if said else "unknown reason")
+    if _matches_nothing(grammar):
+        reason = "nothing can match it; give a rule or $ref that begins with itself a way out of itself"
+        raise ApiError(400, f"{field}: {reason}", code="invalid_grammar", param=field)
+
+
+def _refused(field: str, reason: object) -> ApiError:
+    return ApiError(400, f"{field}: it can't be compiled: {reason}", code="invalid_grammar", param=field)
+
+
+def _matches_nothing(grammar: str) -> bool:
+    """Whether no byte may come first, and no empty answer either. What else is wrong with it, the model's own tokens show."""
+    from llguidance import LLMatcher
+
+    if grammar.startswith(_OF_A_SCHEMA) and "$ref" not in grammar:
+        return False  # a large schema takes as long again to look at
+    matcher = LLMatcher(_bytes_vocabulary(), grammar, log_level=0)
+    if matcher.is_error():
+        return False  # it names tokens of a model
+    matcher.compute_bitmask()
+    return bool(matcher.is_error() and matcher.get_error().startswith("NoExtensionBias"))
+
+
+@lru_cache(maxsize=1)
+def _bytes_vocabulary() -> Any:
+    """A token for each byte."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def json_grammar(field: str, schema: Any) -> str:
@@ -76,14 +106,23 @@ def json_grammar(field: str, schema: Any) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_request(f"{field}: expected a JSON schema, got text that is no JSON: {error}", field) from error
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         kind = "null" if schema is None else type(schema).__name__
         raise bad_request(f"{field}: expected a JSON schema, an object, got {kind}", field, "invalid_type")
-    return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:  # such as a number of hundreds of digits
+        raise _refused(field, _short(error)) from error
+
+
+def _short(error: Exception) -> str:
+    """What it says, without repeating a long input."""
+    said = str(error)
+    return said if len(said) <= REASON_LIMIT else said[:REASON_LIMIT] + "…"
 
 
 def lark_grammar(text: str) -> str:
@@ -108,11 +147,12 @@ def _choice_grammar(field: str, choices: Any) -> str:
 def _free_grammar(field: str, text: Any) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    text = _text(field, text)
     try:
-        return lark_grammar(any_to_lark(_text(field, text)))
-    except ValueError as error:
-        message = f"{field}: it can't be compiled: {error}"
-        raise ApiError(400, message, code="invalid_grammar", param=field) from error
+        return lark_grammar(any_to_lark(text))
+    except Exception as error:  # the converter raises bare ones
+        hint = "a grammar in Lark's notation has a rule `start:`, one in GBNF's a rule `root ::=`"
+        raise _refused(field, f"{_short(error)}; {hint}") from error
 
 
 def _object_grammar(field: str, wanted: Any) -> str:

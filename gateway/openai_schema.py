@@ -15,11 +15,13 @@ import msgspec
 from engine.messages import Sampling
 from gateway.errors import ApiError, bad_request, not_supported
 
+INTEGER_LIMIT = (1 << 63) - 1
 STOP_COUNT_LIMIT = 16
 TOP_LOGPROBS_LIMIT = 20
 CHOICES_LIMIT = 16
 ALL_CHOICES_LIMIT = 128  # of all prompts of a request together
 BIASED_TOKENS_LIMIT = 1024
+TOKEN_ID_DIGITS = 19
 STOP_TOKENS_LIMIT = 128
 # Fields of other servers that change the answer and aren't served, with the values that change nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -203,7 +205,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise not_supported("modalities", "modalities: only ['text'] is served")
     if request.audio:
         raise not_supported("audio", "audio: is not served; leave it out")
-    _check_range("max_completion_tokens", request.max_completion_tokens, 1, None)
+    _check_range("max_completion_tokens", request.max_completion_tokens, 1, INTEGER_LIMIT)
     _check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_LIMIT)
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
@@ -342,6 +344,8 @@ def _malformed(body: bytes, cause: str) -> ApiError:
         return bad_request(f"the body is not UTF-8: byte {error.start}, line {line}", code="invalid_json")
     except RecursionError:
         return bad_request("the body is nested too deeply", code="invalid_json")
+    except ValueError:
+        pass  # a number of thousands of digits comes before what isn't JSON
     return bad_request(f"the body is not valid JSON: {cause}", code="invalid_json")
 
 
@@ -353,17 +357,29 @@ def _wrong_type(cause: str, body: bytes) -> ApiError:
     """msgspec's message, turned to start with the field."""
     match = _VALIDATION.match(cause)
     assert match is not None, "the pattern matches any text"
-    path = (match["path"] or "").removeprefix(".")
+    path = (match["path"] or "").removeprefix(".").replace("[...]", "")
     missing = _MISSING.match(match["what"])
     if missing:
         field = f"{path}.{missing['field']}" if path else missing["field"]
         return bad_request(f"{field}: is required", field, "missing_required_parameter")
-    value = json.loads(body).get(path) if path.isidentifier() else None
-    if isinstance(value, float) and abs(value) >= 1 << 63:
-        return bad_request(f"{path}: must be a whole number of 64 bits, got {value:g}", path, "out_of_range")
     what = match["what"].replace("`", "")
+    if what in ("Number out of range", "Integer value out of range"):
+        return bad_request(f"{path or 'the body'}: the number does not fit in 64 bits", path or None, "out_of_range")
+    if _is_large(path, body):
+        return bad_request(f"{path}: must be a whole number of 64 bits", path, "out_of_range")
     what = what[:1].lower() + what[1:]
     return bad_request(f"{path or 'the body'}: {what}", path or None, "invalid_type")
+
+
+def _is_large(path: str, body: bytes) -> bool:
+    """Whether the field is a number like 1e30, which is written as a float."""
+    if not path.isidentifier():
+        return False
+    try:
+        value = json.loads(body, parse_int=float).get(path)
+    except (ValueError, RecursionError):
+        return False  # what comes after the field is no JSON
+    return isinstance(value, float) and abs(value) > INTEGER_LIMIT
 
 
 # ---------------------------------------------------------------- checks
@@ -373,14 +389,14 @@ def _check_common(request: Request) -> None:
     _check_range("n", request.n, 1, CHOICES_LIMIT)
     _check_range("temperature", request.temperature, 0, 2)
     _check_range("top_p", request.top_p, 0, 1, above=True)
-    _check_range("top_k", request.top_k, -1, None)
+    _check_range("top_k", request.top_k, -1, INTEGER_LIMIT)
     _check_range("min_p", request.min_p, 0, 1)
     _check_range("presence_penalty", request.presence_penalty, -2, 2)
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(1 << 63), (1 << 64) - 1)
-    _check_range("max_tokens", request.max_tokens, 1, None)
+    _check_range("max_tokens", request.max_tokens, 1, INTEGER_LIMIT)
     _check_range("repetition_penalty", request.repetition_penalty, 0, 2, above=True)
-    _check_range("min_tokens", request.min_tokens, 0, None)
+    _check_range("min_tokens", request.min_tokens, 0, INTEGER_LIMIT)
     _check_counts(request)
     for name, neutral in UNSERVED.items():
         value = getattr(request, name)
@@ -441,6 +457,9 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key, value in given.items():
         if not key.isascii() or not key.isdigit():
             raise bad_request(f"logit_bias: its keys must be token ids, got {key!r}", "logit_bias", "invalid_type")
+        if len(key) > TOKEN_ID_DIGITS:
+            said = f"logit_bias: a key of {len(key)} digits is no token id"
+            raise bad_request(said, "logit_bias", "out_of_range")
         if not -100 <= value <= 100:
             said = f"logit_bias[{key}]: must be at least -100 and at most 100, got {value}"
             raise bad_request(said, "logit_bias", "out_of_range")
@@ -506,7 +525,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # as the model wrote it
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

@@ -11,10 +11,12 @@ A function of the stream's records alone, so every replay is byte-identical.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from engine.messages import TokenLogprobs
 from gateway.errors import ApiError
 from gateway.streams import Stream
 from gateway.tokenizer import TextCodec
@@ -128,7 +130,7 @@ class EventForm:
         return {
             "tokens": [text(token) for token, _ in rows],
             "token_logprobs": [row.chosen if row else None for _, row in rows],
-            "top_logprobs": [{text(t): p for t, p in row.top} if row else None for _, row in rows],
+            "top_logprobs": [_with_chosen(text, token, row) if row else None for token, row in rows],
             "text_offset": stream.offsets[start:end],
         }
 
@@ -158,6 +160,11 @@ def _message(stream: Stream) -> dict[str, Any]:
     if stream.calls:
         return {**message, "content": stream.text or None, "tool_calls": stream.tool_calls()}
     return message
+
+
+def _with_chosen(text: Callable[[int], str], token: int, row: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens at a position and the one that was drawn, as OpenAI adds it."""
+    return {**{text(other): value for other, value in row.top}, text(token): row.chosen}
 
 
 def _delta(stream: Stream, token: int, text: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Supervisor:
 
     def __init__(self, config: Config, model_dir: Path, model_name: str) -> None:
         self.config = config
+        self._model_dir = model_dir
         self._paths = config.paths
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -125,7 +126,7 @@ class Supervisor:
                     await asyncio.sleep(POLL_S)
         self._host.proved = self._gateway.proved = True
         log.info("serve.ready", seconds=round(time.monotonic() - started, 1), url=base_url(self.config))
-        print_welcome(base_url(self.config), self.config, seconds=time.monotonic() - started)
+        print_welcome(base_url(self.config), self.config, self._model_dir, seconds=time.monotonic() - started)
         sys.stdout.flush()
 
     async def _healthy(self, client: aiohttp.ClientSession) -> bool:

@@ -17,7 +17,7 @@ def sessions() -> None:
 
 
 COMMANDS = (sessions,)
-_SHOWN = ("id", "namespace", "state", "turns", "tokens", "captured", "durable", "lag", "pinned", "degraded")
+_SHOWN = ("id", "namespace", "state", "turns", "tokens", "captured", "durable", "pinned", "degraded")
 
 
 @sessions.command("ls", exits=(4,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -110,20 +111,9 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
     return shown
 
 
-def print_welcome(url: str, config: Config, *, seconds: float) -> None:
+def print_welcome(url: str, config: Config, model_dir: Path, *, seconds: float) -> None:
     """What to try, once the gateway can serve."""
-    key = ' \\\n  -H "Authorization: Bearer $CONCORDIA_API_KEY"' if config.gateway.api_key else ""
-    model = config.model if "/" not in config.model and not config.model.endswith(".gguf") else "default"
-    curl = (
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"""  -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'"""
-    )
-    api_key = 'os.environ["CONCORDIA_API_KEY"]' if config.gateway.api_key else '"-"'
-    python = (
-        f'client = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
-        f'for part in client.chat.completions.create(model="{model}", stream=True, messages=[{{"role": "user", "content": "Hello"}}]):\n'
-        '    print(part.choices[0].delta.content or "", end="", flush=True)'
-    )
+    curl, python = examples(url, config, model_dir)
     if not console.is_terminal:
         print(f"concordia serves at {url} (after {seconds:.1f} s)\n\n{curl}\n\n{python}\n", flush=True)
         return
@@ -133,3 +123,30 @@ def print_welcome(url: str, config: Config, *, seconds: float) -> None:
     console.print("\nor, with the openai client:\n")
     console.print(Syntax(python, "python", background_color="default", word_wrap=True))
     console.print(f"\nKill an engine while it answers:  kill -9 $(jq .pid {config.paths.pid_file('e0')})\n")
+
+
+def examples(url: str, config: Config, model_dir: Path) -> tuple[str, str]:
+    """(a curl command, lines of Python) that this model answers: a chat, or a text to go on with where it knows no chat."""
+    from gateway.chat_template import has_chat_template
+
+    has_text = (model_dir / "tokenizer.json").exists()
+    if has_text and has_chat_template(model_dir):
+        method, body = "chat.completions", '"messages": [{"role": "user", "content": "Tell me about the sea."}]'
+        arguments, part_text = 'messages=[{"role": "user", "content": "Hello"}]', "delta.content"
+    else:  # without a tokenizer a prompt is token ids
+        body = '"max_tokens": 64, "prompt": ' + ('"Once upon a time"' if has_text else "[1, 2, 3]")
+        method, part_text = "completions", "text"
+        arguments = "max_tokens=64, prompt=" + ('"Once upon a time"' if has_text else "[1, 2, 3]")
+    key = ' \\\n  -H "Authorization: Bearer $CONCORDIA_API_KEY"' if config.gateway.api_key else ""
+    model = config.model if "/" not in config.model and not config.model.endswith(".gguf") else "default"
+    curl = (
+        f"curl -N {url}/v1/{method.replace('.', '/')} -H 'Content-Type: application/json'{key} \\\n"
+        f"""  -d '{{"model": "{model}", "stream": true, {body}}}'"""
+    )
+    api_key = 'os.environ["CONCORDIA_API_KEY"]' if config.gateway.api_key else '"-"'
+    python = (
+        f'client = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
+        f'for part in client.{method}.create(model="{model}", stream=True, {arguments}):\n'
+        f'    print(part.choices[0].{part_text} or "", end="", flush=True)'
+    )
+    return curl, python

@@ -197,9 +197,10 @@ def import_command(
 @json_flag
 @configured
 def backup(config: Config, target: Path, check: bool, limit_mb_s: float, url: str | None, as_json: bool) -> None:
-    """Copy everything durable to a new DIRECTORY, while the installation serves or not: store, sessions, journals, concordia.toml.
+    """Copy everything durable to a new DIRECTORY, while the installation serves or not.
 
-    The lanes are drained first. The copy is read back and compared. An unfinished one is DIRECTORY.part and is begun anew.
+    Store, sessions, journals, adapters and concordia.toml. The lanes are drained first. The copy is read back and compared.
+    An unfinished one is DIRECTORY.part and is begun anew.
     """
     from ops.backups import run_backup
     from ops.installation import find

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.messages import Sampling
-from engine.sampler import logprobs_of, sample, uniform
+from engine.sampler import GREEDY_BELOW, logprobs_of, sample, uniform
 
 LOGITS = torch.tensor(np.random.default_rng(5).normal(0, 2, 4096), dtype=torch.float32)
 
@@ -31,6 +31,17 @@ def test_uniform_keeps_its_values_across_versions() -> None:
 def test_temperature_zero_is_the_argmax_and_the_lowest_id_of_equals() -> None:
     assert sample(LOGITS, Sampling(temperature=0), [], 0) == int(LOGITS.argmax())
     assert sample(torch.tensor([1.0, 5.0, 5.0]), Sampling(temperature=0), [], 9) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-6])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
+    assert set(draws(Sampling(temperature=temperature), 20)) == {int(LOGITS.argmax())}
+    assert set(draws(Sampling(temperature=temperature, top_p=0.9), 20)) == {int(LOGITS.argmax())}
+
+
+def test_the_smallest_temperature_that_counts_is_finite() -> None:
+    logits = torch.tensor([3e4, 3e4 - 1, -3e4])
+    assert {sample(logits, Sampling(temperature=GREEDY_BELOW, seed=2), [], position) for position in range(20)} == {0}
 
 
 def test_plain_sampling_follows_the_distribution() -> None:

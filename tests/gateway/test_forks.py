@@ -35,6 +35,12 @@ async def test_a_fork_has_the_tokens_of_its_parent_and_goes_its_own_way(world: W
     assert names == {"a", "b"}
 
 
+def test_a_position_of_thousands_of_digits_is_named() -> None:
+    with pytest.raises(ApiError, match="position: the number does not fit") as caught:
+        parse_fork(b'{"position": %s}' % (b"9" * 5000))
+    assert (caught.value.status, caught.value.param) == (400, "position")
+
+
 async def test_forks_survive_a_restart_and_their_parent(make_world) -> None:  # type: ignore[no-untyped-def]
     world: World = await make_world()
     await world.engine("e0")

@@ -250,6 +250,15 @@ async def test_drain_without_another_engine_says_what_is_left(make_world) -> Non
     assert (await task).finish_reason == "length"
 
 
+async def test_a_wait_below_zero_is_refused(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    await world.engine("e0")
+    for path, body in (("sessions/s/migrate", {"engine": "e0"}), ("engines/e0/drain", {}), ("engines/e0/restart", {})):
+        status, _, answer = await world.post(f"/admin/{path}", {**body, "timeout_s": -1})
+        assert (status, answer["error"]["param"]) == (400, "timeout_s")
+    assert (await world.get("/admin/engines"))["data"][0]["state"] == "ready"
+
+
 async def test_engine_that_is_told_to_end_is_drained_and_a_restart_ends_it(make_world) -> None:  # type: ignore[no-untyped-def]
     world, source, target = await pair(make_world)
     task, _ = await running(world, source)

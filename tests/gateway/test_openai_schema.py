@@ -90,7 +90,23 @@ CASES = [
     ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "send one"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"user": 5}, "user", "str"),
-    ({"max_tokens": 1e30}, "max_tokens", "64 bits"),
+    ({"max_tokens": 1e30}, "max_tokens", "must be a whole number of 64 bits"),
+    ({"max_tokens": 10**30}, "max_tokens", "at most"),
+    ({"top_k": 10**30}, "top_k", "at most"),
+    ({"min_tokens": 10**30}, "min_tokens", "at most"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "5000 digits"),
+    ({"guided_json": {"type": "integer", "minimum": 10**400}}, "guided_json", "compiled"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "no JSON"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "a way out of itself"),
+    ({"grammar": "start: b\nb: b"}, "grammar", "a way out of itself"),
+    *[
+        ({"grammar": text}, "grammar", "can't be compiled")
+        for text in ('foo: "a"', "hello world", ":", "root ::= (", "root ::= foo", 'foo ::= "a"')
+    ],
+    *[
+        ({"grammar": text}, "grammar", "can't be compiled")
+        for text in ('root ::= "a', 'root ::= "\\q"', "root ::= \\", "root ::= " + "(" * 20_000)
+    ],
     ({"logit_bias": {"x": 1}}, "logit_bias", "must be token ids, got 'x'"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "at most 100"),
     ({"logit_bias": [5]}, "logit_bias", "object"),
@@ -153,6 +169,23 @@ def test_malformed_json_says_where() -> None:
     assert "the body: expected object" in refusal(b"[]").message
     refusal(b"[" * 100_000)
     assert refusal({}).param in ("model", "messages")
+
+
+@pytest.mark.parametrize(
+    "field", ["max_tokens", "seed", "top_k", "n", "temperature", "min_tokens", "stop_token_ids", "top_p", "logit_bias"]
+)
+def test_a_number_of_thousands_of_digits_is_named(field: str) -> None:
+    whole = {"stop_token_ids": "[1, %s]", "logit_bias": '{"5": %s}'}.get(field, "%s")
+    for number in ("9" * 5000, "1e999"):
+        raw = json.dumps({**CHAT, field: "HERE"}).replace('"HERE"', whole % number).encode()
+        error = refusal(raw)
+        assert (error.param or "").startswith(field)
+        assert "does not fit in 64 bits" in error.message
+
+
+def test_what_is_wrong_first_is_named_even_if_the_rest_is_no_json() -> None:
+    assert refusal(b'{"model": "x", "max_tokens": "y", "messages" [').param == "max_tokens"
+    assert "column" not in refusal(b'{"model": %s "x"' % (b"9" * 5000)).message
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,27 @@ async def test_logprobs_in_both_forms(world: World) -> None:
     assert [row["text_offset"][0] for row in streamed] == logprobs["text_offset"]
 
 
+async def test_the_drawn_token_is_always_among_the_likeliest_of_a_completion(world: World) -> None:
+    _, _, answer = await world.post("/v1/completions", completion(stream=False, logprobs=0, max_tokens=3))
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
+
+
+async def test_what_a_query_can_not_mean_is_named(world: World) -> None:
+    _, headers, _ = await world.post("/v1/completions", completion(stream=False, session_id="s", max_tokens=3))
+    stream = f"/v1/streams/{headers['X-Stream-Id']}"
+    for path, params, field in (
+        (stream, {"from": "\u0663"}, "from"),
+        (stream, {"from": "1_0"}, "from"),
+        (stream, {"from": "9" * 5000}, "from"),
+        ("/v1/sessions/s", {"tokens": "maybe"}, "tokens"),
+        ("/v1/streams", {"all": "2"}, "all"),
+    ):
+        answer = await world.get(path, params=params)
+        assert answer["error"]["param"] == field
+    assert "token_ids" not in await world.get("/v1/sessions/s", params={"tokens": "0"})
+
+
 async def test_seed_is_chosen_once_and_kept(world: World) -> None:
     body = chat(stream=False)
     del body["seed"]

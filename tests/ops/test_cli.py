@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from engine import pid_file
 from engine.status_page import StatusPage
-from ops import cli, serve
+from ops import cli, config, serve, show
 from ops.errors import AlreadyRunning
 from ops.processes import FileLock
 from tiers.paths import Paths
@@ -285,3 +285,17 @@ def test_nothing_there_is_said_and_nothing_is_made(arguments: list[str], code: i
 
 def _ports(arguments: list[str]) -> list[str]:
     return [] if arguments[0] == "verify" else ["--port", str(free_port())]
+
+
+@pytest.mark.parametrize("files", [("chat_template.jinja", "tokenizer.json"), ("tokenizer.json",), ()])
+def test_the_welcome_shows_what_the_model_answers(files: tuple[str, ...], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    curl, python = show.examples("http://x", config.load({}, environment={}), tmp_path)
+    compile(python, "welcome", "exec")
+    body = json.loads(curl[curl.index("-d '") + 4 : -1])
+    if len(files) == 2:
+        assert ("/v1/chat/completions" in curl, "chat.completions.create" in python, "messages" in body) == (True,) * 3
+        return
+    assert "/v1/completions" in curl and "client.completions.create" in python
+    assert isinstance(body["prompt"], str if files else list)
