@@ -91,11 +91,15 @@ async def admin_sessions(request: web.Request) -> web.Response:
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """Body of POST /admin/sessions/{session}: a record as it was exported, and the packed token list."""
+    """Body of POST /admin/sessions/{session}: a record as it was exported, and the packed token list.
+
+    check  only say whether it would be taken
+    """
 
     record: SessionRecord
     tokens: bytes
     replace: bool = False
+    check: bool = False
 
 
 async def adopt_session(request: web.Request) -> web.Response:
@@ -116,6 +120,8 @@ async def adopt_session(request: web.Request) -> web.Response:
         raise conflict(f"there is a session {session!r} already; import under another name, or replace it")
     if known is not None and any(stream in gateway.table.live for stream in known.streams):
         raise conflict(f"session {session!r} is answering; wait for its end")
+    if given.check:
+        return json_response({"id": session, "object": "session", "would_take": True})
     record = msgspec.structs.replace(
         given.record, session=session, token_count=len(given.tokens) // 4, streams=[], parked=True
     )

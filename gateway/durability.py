@@ -24,7 +24,7 @@ from gateway.sessions import SessionTable
 from gateway.streams import Stream, StreamTable
 from tiers import keeper_client
 from tiers.base import session_key
-from tiers.errors import TierError
+from tiers.errors import KeeperAway, TierError
 from tiers.layout import sequence_id
 from tiers.rebuild import TokenList
 
@@ -149,11 +149,10 @@ class Durability:
         streams = self._interesting()
         names = {sequence_id(stream.id, stream.epoch).hex(): stream for stream in streams.values() if stream.epoch}
         try:
-            answer = await keeper_client.apositions(self._socket, list(names), timeout_s=ASK_TIMEOUT_S)
-            stats = await keeper_client.astats(self._socket, timeout_s=ASK_TIMEOUT_S)
+            answer, stats = await self._ask_keeper(list(names))
         except (TierError, ValueError, KeyError) as error:  # away, or of another version
             self.keeper = Keeper(False, self.keeper.stats)
-            reason = str(error)
+            reason = error.reason if isinstance(error, TierError) else str(error)
         else:
             self.keeper, self._seen_keeper, reason = Keeper(True, stats), True, ""
             for name, (stored, durable) in answer.items():
@@ -165,6 +164,27 @@ class Durability:
             await self._look_at_pins()
         self._judge(reason)
         self._measure(streams)
+
+    async def _ask_keeper(self, names: list[str]) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
+        """Positions and stats. A keeper that answers but can't use its store isn't away: `failing` says why, and what else was known stays.
+
+        Raises KeeperAway, and ValueError or KeyError (an answer of another version)
+        """
+        refused, answer, stats = "", dict[str, tuple[int, int]](), dict[str, Any]()
+        try:
+            answer = await keeper_client.apositions(self._socket, names, timeout_s=ASK_TIMEOUT_S)
+        except KeeperAway:
+            raise
+        except TierError as error:
+            refused = error.cause
+        try:
+            stats = await keeper_client.astats(self._socket, timeout_s=ASK_TIMEOUT_S)
+        except KeeperAway:
+            raise
+        except TierError as error:
+            refused = refused or error.cause
+        failing = stats.get("failing") or refused
+        return answer, {**self.keeper.stats, **stats, "failing": failing} if failing else stats
 
     async def _look_at_pins(self) -> None:
         """Which sessions are pinned, for whoever protects those first."""

@@ -101,19 +101,19 @@ def run_repair(here: Installation, as_json: bool, *, yes: bool, dry_run: bool, l
     journals = check_journals(here.paths)[1]
     aside = [saved.kept_aside] if saved is not None else []
     if not findings:
-        _report(here, as_json, dry_run, [], journals, Repaired(kept_aside=aside))
+        _report(here, as_json, dry_run, [], journals, Repaired(kept_aside=aside), saved)
         return
     if not as_json:
         for finding in findings:
             print_finding(finding)
     if dry_run:
         would = Repaired(recompute=[*_would_recompute(here, findings), *(span for _, _, span in records)])
-        _report(here, as_json, True, findings, journals, would)
+        _report(here, as_json, True, findings, journals, would, saved)
         return
     confirm(f"Drop {len(findings)} damaged and keep their bytes in {here.paths.store / ASIDE}?", yes=yes)
     done = _repair(here, findings, records)
     done.kept_aside = aside + done.kept_aside
-    _report(here, as_json, False, findings, journals, done)
+    _report(here, as_json, False, findings, journals, done, saved)
 
 
 def _salvage(here: Installation, problem: str, bar: Bar, *, yes: bool, dry_run: bool) -> Salvaged:
@@ -131,10 +131,16 @@ def _salvage(here: Installation, problem: str, bar: Bar, *, yes: bool, dry_run: 
 
 
 def _print_salvaged(saved: Salvaged) -> None:
-    lost = ", ".join(f"{count} {name}" for name, count in saved.lost.items()) or "none"
-    click.echo(f"the store's file could not be read to its end: {saved.records} records were saved, lost: {lost}")
+    if saved.no_root:
+        click.echo("no root of the store's file could be read: nothing was saved, all stored state is computed again")
+        return
+    if saved.root:
+        click.echo(f"the store's root could not be read; it was read by {saved.root}")
+    lost = ", ".join(f"{count} {name}" for name, count in saved.lost.items())
+    said = f", could not be read: {lost}" if lost else "" if saved.cut_short else ", none was lost on the way"
+    click.echo(f"the store's file was copied: {saved.records} records were saved{said}")
     if saved.cut_short:
-        click.echo(f"a stretch of {', '.join(saved.cut_short)} could not be read")
+        click.echo(f"a stretch of {', '.join(saved.cut_short)} could not be read; how many were in it isn't known")
 
 
 def _damaged(findings: list[Finding]) -> list[tuple[str, bytes]]:
@@ -208,13 +214,23 @@ def merged(parts: list[Recompute]) -> list[Recompute]:
 
 
 def _report(
-    here: Installation, as_json: bool, dry_run: bool, findings: list[Finding], journals: list[Finding], done: Repaired
-) -> None:
+    here: Installation, as_json: bool, dry_run: bool, findings: list[Finding], journals: list[Finding], done: Repaired,
+    saved: Salvaged | None,
+) -> None:  # fmt: skip
     recompute = merged(done.recompute)
     if as_json:
         row = {**asdict(done), "recompute": [part._asdict() for part in recompute]}
         listed = [finding_row(finding) for finding in findings]
-        print_json({"dry_run": dry_run, "findings": listed, "journals": [finding_row(f) for f in journals], **row})
+        salvaged = asdict(saved) if saved is not None else None
+        print_json(
+            {
+                "dry_run": dry_run,
+                "findings": listed,
+                "journals": [finding_row(f) for f in journals],
+                "saved": salvaged,
+                **row,
+            }
+        )
         sys.stdout.flush()
         return
     for path in done.kept_aside:
@@ -229,7 +245,7 @@ def _report(
     for finding in journals:
         click.echo(f"journal {finding.key}: {finding.reason}; its answer can be read up to there, nothing is changed")
     if not findings:
-        click.echo("nothing is damaged")
+        click.echo("nothing is damaged" if saved is None else "what the new file holds is whole")
     elif not dry_run:
         if done.rebuilt:
             click.echo(f"{len(done.rebuilt)} damaged bases were made again from what is stored")

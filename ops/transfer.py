@@ -6,6 +6,7 @@ A session's token list and record come from DATA/sessions, its state from the st
 from __future__ import annotations
 
 import base64
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ import click
 import msgspec
 import numpy as np
 
+from gateway.errors import ApiError as Refusal
 from gateway.sessions import SessionRecord
-from gateway.tenancy import named
+from gateway.tenancy import OPERATOR, named
+from ops.client import ApiError
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data, session_file
 from ops.show import Bar, size
 from tiers import keeper_client
-from tiers.errors import BadBlock, BadFile, OtherFormat
+from tiers.errors import BadBlock, BadFile, OtherFormat, TierError
 from tiers.export import (
     Manifest,
     Opened,
@@ -117,10 +120,16 @@ def run_import(
     here: Installation, source: Path, as_json: bool, *, name: str, namespace: str, replace: bool, any_model: bool,
     yes: bool, dry_run: bool, keys: ExportKeys,
 ) -> None:  # fmt: skip
-    """Take one session from `source`. Raises BadData (damaged), ModelError (another model), StateRefused (the name is taken)."""
+    """Take one session from `source`. Everything that may refuse it is asked before anything is stored.
+
+    Raises click.UsageError (no session can have that name), BadData (damaged), ModelError (another model), StateRefused (the name is taken)
+    """
+    if name:
+        _check_spelling(named(name, namespace)[0])
     opened = _checked(source, as_json, keys)
     m = opened.manifest
     session, namespace = named(name or m.session, namespace, m.namespace)
+    _check_spelling(session)
     note = _check_model(here, opened, any_model)
     _check_name(here, session, replace)
     row = {
@@ -130,8 +139,10 @@ def run_import(
     if not dry_run:
         if replace:
             confirm(f"Replace session {session} if it is there?", yes=yes)
+        record = _record(opened, session, namespace)
+        _hand_over(here, opened, record, replace, check=True)
         row |= _put_state(here, source, session, namespace, as_json, keys)
-        _put_record(here, opened, session, namespace, replace)
+        _put_record(here, opened, record, replace)
     if as_json:
         print_json(row)
         return
@@ -184,6 +195,15 @@ def _stored_roots(here: Installation) -> set[str]:
         store.close()
 
 
+def _check_spelling(session: str) -> None:
+    """Raise click.UsageError if no request could name such a session."""
+    try:
+        OPERATOR.session(session)
+    except Refusal as error:
+        said = f"no session can be called {session!r}: {error.message}. Name it by --as, its tenant by --namespace"
+        raise click.UsageError(said) from error
+
+
 def _check_name(here: Installation, session: str, replace: bool) -> None:
     if replace or not here.paths.sessions.exists():
         return
@@ -225,23 +245,55 @@ def _put_state(
     return {"blocks_put": put, "blocks_there": there}
 
 
-def _put_record(here: Installation, opened: Opened, session: str, namespace: str, replace: bool) -> None:
+def _record(opened: Opened, session: str, namespace: str) -> SessionRecord:
+    """What is to be known of the session here."""
     about = opened.manifest.about.get("record") or {}
     now = time.time()
     base = {"session": session, "created": now, "last_used": now}
     record = msgspec.convert({**base, **about, "session": session, "namespace": namespace}, SessionRecord)
     position, count = opened.manifest.position, opened.manifest.token_count
-    record = msgspec.structs.replace(
+    return msgspec.structs.replace(
         record, streams=[], parked=True, token_count=count, captured=position, durable=position
     )
-    if here.gateway is not None:
-        body = {
-            "record": msgspec.to_builtins(record),
-            "tokens": base64.b64encode(opened.tokens).decode(),
-            "replace": replace,
-        }
-        path = here.gateway.session_path(session).replace("/v1/", "/admin/", 1)
-        here.gateway.post(path, body)
+
+
+def _hand_over(here: Installation, opened: Opened, record: SessionRecord, replace: bool, *, check: bool) -> None:
+    """Give the record to the gateway, if there is one; check: only ask whether it would take it. Raises StateRefused, ApiError."""
+    if here.gateway is None:
         return
-    with session_file(here, writable=True) as file:
-        file.put(record, opened.tokens)
+    body = {
+        "record": msgspec.to_builtins(record),
+        "tokens": base64.b64encode(opened.tokens).decode(),
+        "replace": replace,
+        "check": check,
+    }
+    try:
+        here.gateway.post(here.gateway.session_path(record.session).replace("/v1/", "/admin/", 1), body)
+    except ApiError as error:
+        if error.status == 409:
+            raise StateRefused(str(error)) from error
+        raise
+
+
+def _put_record(here: Installation, opened: Opened, record: SessionRecord, replace: bool) -> None:
+    if here.gateway is None:
+        with session_file(here, writable=True) as file:
+            file.put(record, opened.tokens)
+        return
+    try:
+        _hand_over(here, opened, record, replace, check=False)
+    except (StateRefused, ApiError):
+        if _is_unknown(here, record.session):  # else what was put belongs to the session of that name, and goes with it
+            with contextlib.suppress(TierError):  # the refusal is what is to be said
+                keeper_client.remove(here.paths.keeper_socket, record.namespace, record.session, force=True)
+        raise
+
+
+def _is_unknown(here: Installation, session: str) -> bool:
+    """Whether the gateway says that there is no such session."""
+    assert here.gateway is not None, "asked of a gateway"
+    try:
+        here.gateway.get(here.gateway.session_path(session))
+    except ApiError as error:
+        return error.status == 404
+    return False

@@ -249,7 +249,7 @@ class Drain:
         error = OverBudget("the store's budget is used up", where=str(store.path), cause=f"{used} of {limit} bytes")
         if not self.failing:
             log.error("drain.over_budget", error=str(error))
-        self.failing = str(error)
+        self.failing = error.reason
         self.counts["over_budget"] += 1
         raise error
 
@@ -310,7 +310,7 @@ class Drain:
         self.note_loss()  # it may have been the file that is gone
         if not self.failing:
             log.error("drain.failed", error=str(error))
-        self.failing = str(error)
+        self.failing = error.reason
         self._retry_at = time.monotonic() + RETRY_STORE_S
         if self._store is not None:
             store, self._store = self._store, None

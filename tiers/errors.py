@@ -27,14 +27,20 @@ from __future__ import annotations
 
 
 class TierError(Exception):
-    """Root of all errors of `tiers`."""
+    """Root of all errors of `tiers`.
+
+    hint    what to do about it, if that isn't what the class says
+    reason  the text without the hint: for a place that has a hint of its own, or that makes it the cause of another error
+    """
 
     hint = ""
 
-    def __init__(self, what: str, *, where: str = "", cause: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", cause: str = "", hint: str | None = None) -> None:
         self.what, self.where, self.cause = what, where, cause
-        parts = [what] + ([f"at {where}"] if where else []) + ([f"({cause})"] if cause else [])
-        super().__init__(" ".join(parts) + (f". {self.hint}" if self.hint else ""))
+        if hint is not None:
+            self.hint = hint
+        self.reason = " ".join([what, *([f"at {where}"] if where else []), *([f"({cause})"] if cause else [])])
+        super().__init__(self.reason + (f". {self.hint}" if self.hint else ""))
 
 
 class Retry(TierError):
@@ -135,5 +141,6 @@ class StoreFailed(Poisoned):
     """LMDB refused a write or a read."""
 
     hint = (
-        "Serving goes on without durability: free disk space or raise store_map_bytes, the keeper tries again by itself"
+        "What isn't on the disk stays in the lanes: free disk space or raise tiers.store_map_bytes; a running keeper tries again by "
+        "itself, a command is to be run again"
     )

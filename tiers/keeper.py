@@ -185,10 +185,13 @@ class Keeper:
         try:
             return {"ok": True, **self._do(json.loads(line))}
         except (StoreFailed, OverBudget) as error:
-            return {"ok": False, "error": str(error), "retry": True}
+            return {"ok": False, "error": error.reason, "hint": error.hint, "retry": True}
         except Busy as error:
-            return {"ok": False, "error": str(error), "retry": True, "busy": True}
-        except (TierError, ValueError, KeyError, TypeError) as error:
+            return {"ok": False, "error": error.reason, "hint": error.hint, "retry": True, "busy": True}
+        except TierError as error:
+            said = f"{type(error).__name__}: {error.reason}"
+            return {"ok": False, "error": said, "hint": error.hint, "retry": False}
+        except (ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "retry": False}
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -397,4 +397,5 @@ def _checked(received: bytes, where: str) -> Answer:
     if answer.get("ok"):
         return answer
     error = StoreFailed if answer.get("retry") else TierError
-    raise error("the keeper could not do it", where=where, cause=str(answer.get("error", "")))
+    cause, hint = str(answer.get("error", "")), str(answer.get("hint", ""))
+    raise error("the keeper could not do it", where=where, cause=cause, hint=hint)

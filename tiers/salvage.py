@@ -2,7 +2,7 @@
 
 The old file is read by child processes, since a page that is missing ends in SIGBUS and a damaged one may end in anything: a child
 names each key before it touches the value, and the next one goes on after the key that the last one died of; where it can't, from the
-other end.
+other end. Where not even its root can be read, the other one is tried, in a copy (`tiers/roots.py`).
 Runs in the command's process while no keeper runs. The old file is kept aside as `.broken`.
 """
 
@@ -23,6 +23,7 @@ import structlog
 from tiers.errors import BadBlock, StoreFailed
 from tiers.group import Group
 from tiers.layout import BlockId
+from tiers.roots import mended_copies
 from tiers.store import Store
 from tiers.values import DATABASES
 
@@ -36,11 +37,19 @@ STUCK_S = 10  # without a key: damaged pages lead in a circle within LMDB
 
 @dataclass(slots=True)
 class Salvaged:
-    """What was saved. lost: keys by database whose values could not be read; cut_short: databases of which a stretch is missing."""
+    """What was saved.
+
+    lost       keys by database whose values could not be read
+    cut_short  databases of which a stretch is missing
+    root       which root was used, if not the one that the file names; ""
+    no_root    none could be read: nothing was saved
+    """
 
     records: int = 0
     lost: dict[str, int] = field(default_factory=dict)
     cut_short: list[str] = field(default_factory=list)
+    root: str = ""
+    no_root: bool = False
     kept_aside: str = ""
 
 
@@ -49,13 +58,15 @@ def salvage(
 ) -> Salvaged:
     """Make a readable store of what is left in `store_dir`. The caller holds the writer's lock. Raises StoreFailed, OSError (no room)."""
     done = Salvaged()
-    target = store_dir / "salvage"
+    target, mended = store_dir / "salvage", store_dir / "salvage-root"
     shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(mended, ignore_errors=True)
+    source = _readable(store_dir, mended, map_bytes, done)
     target.mkdir(mode=0o700)
     new = lmdb.open(str(target), map_size=map_bytes, max_dbs=len(DATABASES) + 1, mode=0o600)
     try:
         for number, name in enumerate(DATABASES):
-            _copy(store_dir, new, name, map_bytes, done)
+            _copy(source, new, name, map_bytes, done)
             progress(number + 1, len(DATABASES))
         new.sync(True)
     except lmdb.Error as error:
@@ -68,10 +79,37 @@ def salvage(
     (target / "data.mdb").rename(store_dir / "data.mdb")
     (store_dir / "lock.mdb").unlink(missing_ok=True)
     shutil.rmtree(target)
+    shutil.rmtree(mended, ignore_errors=True)
     done.kept_aside = str(kept)
     _mend_index(store_dir, map_bytes)
-    log.warning("repair.salvaged", records=done.records, lost=sum(done.lost.values()), kept_aside=str(kept))
+    log.warning(
+        "repair.salvaged", records=done.records, lost=sum(done.lost.values()), cut_short=done.cut_short, root=done.root,
+        no_root=done.no_root, kept_aside=str(kept),
+    )  # fmt: skip
     return done
+
+
+def _readable(store_dir: Path, mended: Path, map_bytes: int, done: Salvaged) -> Path:
+    """Where what is left is read from: the file as it is, or a copy whose damaged root page was made good."""
+    if _has_root(store_dir, map_bytes):
+        return store_dir
+    for done.root, directory in mended_copies(store_dir / "data.mdb", mended):
+        if _has_root(directory, map_bytes):
+            return directory
+    done.root, done.no_root = "", True
+    return store_dir
+
+
+def _has_root(directory: Path, map_bytes: int) -> bool:
+    """Whether the file's root leads to the names of a store's databases."""
+    return _in_child(lambda: _find_databases(directory, map_bytes))
+
+
+def _find_databases(directory: Path, map_bytes: int) -> None:
+    env = lmdb.open(str(directory), map_size=map_bytes, readonly=True, max_dbs=64, lock=False)
+    with env.begin() as transaction:
+        names = {bytes(key) for key, _ in transaction.cursor()}
+    assert names >= {b"meta", b"blocks", b"children"}, "not the names of a store's databases"
 
 
 def is_walkable(store_dir: Path, *, map_bytes: int) -> bool:
@@ -81,12 +119,17 @@ def is_walkable(store_dir: Path, *, map_bytes: int) -> bool:
     """
     if not (store_dir / "data.mdb").exists():
         return True
+    return _in_child(lambda: _walk(store_dir, map_bytes))
+
+
+def _in_child(look: Callable[[], None]) -> bool:
+    """Whether a child process comes to the end of it."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
             _child_signals()
-            _walk(store_dir, map_bytes)
+            look()
             status = 0
         finally:
             os._exit(status)

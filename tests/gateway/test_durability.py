@@ -10,6 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from gateway.durability import failing_state
 from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
-from tiers import keeper_client
+from tiers import keeper_client, store_file
+from tiers.keeper import Keeper
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, sequence_id
 from tiers.settings import TierSettings
@@ -225,6 +227,45 @@ async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> No
             large.kill()
     finally:
         small.kill()
+
+
+async def test_a_full_disk_is_called_that_and_the_keeper_is_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+    stream = headers["X-Stream-Id"]
+    count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
+    lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
+    sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
+    lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
+    reservation = lane.reserve_rows(LAYOUT, count)
+    np.copyto(reservation.frame, rows(0, tokens))
+    reservation.commit(sequence, 1, 0, tokens)
+    lane.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
+        settings = TierSettings(drain_interval_ms=20, sync_interval_ms=20, block_tokens=BLOCK)
+        keeper = Keeper(world.config.paths.make(), settings, orphan_s=0)
+        thread = threading.Thread(target=keeper.run)
+        thread.start()
+        try:
+
+            async def degraded() -> list[dict[str, Any]]:
+                return list((await world.get("/health"))["degraded"])
+
+            (row,) = await world.until(degraded, 30.0)
+            assert (row["state"], row["reason"].count("disk is full")) == ("disk_full", 1)
+            assert "free disk space" in row["hint"] and "stays in the lanes" not in row["reason"]
+            shown = (await world.get("/admin/sessions"))["keeper"]
+            assert shown["up"] and "disk is full" in shown["failing"]
+            async with world.http.get("/metrics") as response:
+                text = await response.text()
+            assert 'concordia_degraded{state="disk_full"} 1.0' in text and "concordia_keeper_up 1.0" in text
+            assert 'concordia_degraded{state="keeper_away"} 0.0' in text
+            patched.undo()
+            await session(world, durable=count, degraded="")
+            assert not await degraded()
+        finally:
+            keeper.stop()
+            await asyncio.to_thread(thread.join)
 
 
 # ---------------------------------------------------------------- turn

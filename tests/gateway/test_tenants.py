@@ -221,7 +221,11 @@ async def test_an_imported_session_is_its_tenants(shared: World) -> None:
     body = {"record": record, "tokens": "BQAAAAYAAAA="}
     status, _, answer = await shared.post("/admin/sessions/s", body)
     assert status == 400 and "TENANT~NAME" in answer["error"]["message"]
+    status, _, answer = await shared.post("/admin/sessions/acme~s", {**body, "check": True})
+    assert (status, answer["would_take"]) == (200, True)
+    assert (await refusal(shared, "GET", "/v1/sessions/s", ACME))[0] == 404, "it was only asked"
     assert (await shared.post("/admin/sessions/acme~s", body))[0] == 201
+    assert (await shared.post("/admin/sessions/acme~s", {**body, "check": True}))[0] == 409
     assert (await shared.get("/v1/sessions/s?tokens=1", headers=ACME))["token_ids"] == [5, 6]
     assert (await refusal(shared, "GET", "/v1/sessions/s", ZETA))[0] == 404
 

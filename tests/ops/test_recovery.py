@@ -367,6 +367,50 @@ def test_a_cut_store_is_saved_as_far_as_it_can_be_read(place: Place, share: floa
     assert place.world.restorable(TOKENS) == len(TOKENS), "it goes on"
 
 
+PAGE = 4096
+ROOT_OF_NAMES = 128  # in a root page: where the tree of the databases' names begins
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[16], [PAGE + 16], [20], [40], [ROOT_OF_NAMES], [PAGE + ROOT_OF_NAMES], [16, PAGE + 16]],
+    ids=["magic", "the other one's", "version", "page size", "root", "the other one's root", "both magics"],
+)
+def test_a_damaged_root_page_costs_no_more_than_the_last_commit(place: Place, offsets: list[int]) -> None:
+    for number, tokens in enumerate(filled_few := [some_tokens(3 * BLOCK + n, seed=40 + n) for n in range(3)]):
+        place.session(f"s{number}", tokens)
+    file = place.paths.store / "data.mdb"
+    for at in offsets:
+        flip(file, at)
+    damaged = file.read_bytes()
+    walkable = place.run("verify").exit_code == 0  # a root that isn't the newest is never looked at
+    done = place.json("repair", "--yes")
+    assert place.json("verify")["ok"]
+    assert place.json("repair", "--yes")["saved"] is None
+    restorable = [place.world.restorable(tokens) for tokens in filled_few]
+    assert restorable[:2] == [len(tokens) for tokens in filled_few[:2]]
+    if walkable:
+        assert done["saved"] is None
+        return
+    saved = done["saved"]
+    assert saved["root"] and not saved["no_root"] and not saved["lost"] and not saved["cut_short"]
+    assert restorable[2] == len(filled_few[2]) or "last commit" in saved["root"]
+    assert Path(saved["kept_aside"]).read_bytes() == damaged, "the old file is as it was"
+    assert not (place.paths.store / "salvage-root").exists()
+
+
+def test_a_store_without_a_readable_root_is_said_to_be_lost(place: Place) -> None:
+    place.session("chat", TOKENS)
+    file = place.paths.store / "data.mdb"
+    data = bytearray(file.read_bytes())
+    data[: 2 * PAGE] = bytes(2 * PAGE)
+    file.write_bytes(data)
+    said = place.run("repair", "--yes")
+    assert said.exit_code == 0 and "nothing was saved" in said.stdout
+    assert "lost: none" not in said.stdout and "nothing is damaged" not in said.stdout
+    assert place.world.restorable(TOKENS) == 0
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_pages_of_the_store_never_end_in_wrong_rows(place: Place, seed: int) -> None:

@@ -6,12 +6,19 @@ import fcntl
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ops.client import ApiError, Client
+from ops.config import load
+from ops.errors import StateRefused
+from ops.installation import find
+from ops.transfer import run_import
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, flip, some_tokens
 from tiers import backup as backups
@@ -19,6 +26,7 @@ from tiers import export as exported
 from tiers import keeper_client
 from tiers.backup import Rate
 from tiers.errors import BadFile, OtherFormat
+from tiers.export_seal import ExportKeys
 
 Make = Callable[[str], Place]
 
@@ -91,6 +99,72 @@ def test_another_model_is_refused_with_a_reason(place: Place, target: Place, tmp
     assert "fingerprint 000000000000" in said and opened.manifest.root.hex()[:12] in said
     assert target.json("import", str(tmp_path / "f"), "--any-model")["position"] == 43
     assert target.world.restorable(TOKENS) == 0, "another fingerprint's state is never found"
+
+
+@pytest.mark.parametrize("flags", [("--as", "bad name"), ("--as", "good", "--namespace", "a/b")])
+def test_a_name_that_no_session_can_have_is_refused_before_anything_is_stored(
+    place: Place, target: Place, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+    said = target.run("import", str(tmp_path / "f"), *flags)
+    assert said.exit_code == 2 and "no session can be called" in said.stderr
+    assert target.run("import", str(tmp_path / "f"), *flags, "--dry-run").exit_code == 2
+    assert not (target.paths.store / "data.mdb").exists()
+
+
+class Refusing:
+    """A gateway that answers one question after another as it is told: a status, 200 for yes."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.left, self.checks = list(statuses), list[bool]()
+
+    def session_path(self, session: str) -> str:
+        return f"/v1/sessions/{session}"
+
+    def get(self, path: str) -> dict:
+        return self._answer()
+
+    def post(self, path: str, body: dict) -> dict:
+        self.checks.append(body["check"])
+        return self._answer()
+
+    def _answer(self) -> dict:
+        status = self.left.pop(0)
+        if status != 200:
+            raise ApiError(status, "refused")
+        return {}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "statuses, checks, there",
+    [
+        ((409,), [True], False),
+        ((200, 400, 404), [True, False], False),
+        ((200, 409, 200), [True, False], True),
+    ],
+    ids=["asked before", "afterwards", "afterwards, and it has one of that name"],
+)
+def test_what_the_gateway_refuses_leaves_nothing_that_nobody_can_delete(
+    place: Place, target: Place, keeper: Callable[[], None], tmp_path: Path, statuses: tuple[int, ...],
+    checks: list[bool], there: bool,
+) -> None:  # fmt: skip
+    target.session("chat", TOKENS)
+    export(target, tmp_path / "f")
+    keeper()
+    gateway = Refusing(*statuses)
+    here = find(load({"data_dir": str(place.paths.data_dir), "lane_dir": str(place.paths.lane_dir)}))
+    here = replace(here, gateway=cast(Client, gateway))
+    with pytest.raises((ApiError, StateRefused)):
+        run_import(
+            here, tmp_path / "f", True, name="copy", namespace="", replace=False, any_model=True, yes=True, dry_run=False,
+            keys=ExportKeys(),
+        )  # fmt: skip
+    assert gateway.checks == checks and not gateway.left
+    stored = [info.session for info in keeper_client.sessions(place.paths.keeper_socket)]
+    assert stored == (["copy"] if there else [])
+    assert there or keeper_client.stats(place.paths.keeper_socket)["stored_blocks"] == 0
 
 
 def rewrite(path: Path, **changes: object) -> None:

@@ -158,6 +158,9 @@ def test_full_disk_is_named_and_got_over(world: World, monkeypatch: pytest.Monke
     with pytest.raises(StoreFailed, match="disk is full"):
         drain.step()
     assert "disk is full" in drain.stats()["failing"]
+    with pytest.raises(StoreFailed) as again:
+        drain.store()
+    assert str(again.value).count("disk is full") == str(again.value).count(StoreFailed.hint) == 1
     monkeypatch.undo()
     drain._retry_at = 0
     drain.flush(sync=True)
