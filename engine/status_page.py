@@ -4,6 +4,8 @@ Written by the engine's main thread, read by the host agent and `concordia statu
 (pidfd, socket EOF) only after it has freed its memory, which takes 150 ms and more for a gigabyte; but it releases robust
 mutexes first. So the engine's main thread holds one for life, and a watcher that can lock it knows within about a
 millisecond. The page appears by rename with the mutex already held, so there is no moment at which a live engine looks dead.
+Words that change later are stored and loaded whole, as aligned words of a memoryview: `pack_into` zeroes its bytes first, and
+a watcher on another processor sees the zeros.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ PAGE_BYTES = 4096
 STATES = ("loading", "ready", "draining", "failed")
 
 _HEAD = struct.Struct("<8sIIQI")  # magic, pid, incarnation, start ticks, state
-_BEAT_AT = 64  # u64 CLOCK_MONOTONIC ns
-_BOUND_AT = 72  # u64 ns that may pass without a beat before the engine counts as hung
-_STEPS_AT = 80  # u64
-_FENCED_AT = 88  # u64, not 0: replaced; nothing of it counts any more
+_STATE = 24 // 4  # index of a 4-byte word
+# Indices of 8-byte words.
+_BEAT = 64 // 8  # CLOCK_MONOTONIC ns
+_BOUND = 72 // 8  # ns that may pass without a beat before the engine counts as hung
+_STEPS = 80 // 8
+_FENCED = 88 // 8  # not 0: replaced; nothing of it counts any more
 _MUTEX_AT = 128
-_U64 = struct.Struct("<Q")
 
 # The bound is learned: so many times the longest silence of late, which fades by a thousandth a step (half in 700 steps).
 BOUND_FACTOR = 4
@@ -63,6 +66,8 @@ class StatusPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._half_words = memoryview(memory).cast("I")
         self._mutex = ctypes.c_char.from_buffer(memory, _MUTEX_AT)
         self._beaten_ns = 0
         self._longest_ns = 0
@@ -96,6 +101,8 @@ class StatusPage:
     def close(self) -> None:
         """Unmap. Only when no thread is inside `wait_for_death`."""
         del self._mutex
+        self._words.release()
+        self._half_words.release()
         self._memory.close()
 
     # ------------------------------------------------------------ engine
@@ -108,11 +115,11 @@ class StatusPage:
             self._longest_ns = silence_ns
             self._tell_bound()
         self._beaten_ns = now_ns
-        _U64.pack_into(self._memory, _BEAT_AT, now_ns)
+        self._words[_BEAT] = now_ns
 
     def count_step(self) -> None:
         """Count a finished step, and beat."""
-        _U64.pack_into(self._memory, _STEPS_AT, self.step_count + 1)
+        self._words[_STEPS] = self.step_count + 1
         self._longest_ns -= self._longest_ns >> FADE_BITS
         self._tell_bound()
         self.beat()
@@ -121,11 +128,11 @@ class StatusPage:
         """What may pass without a beat, learned from what did pass."""
         bound_ns = FIRST_BOUND_NS if self.step_count < FIRST_STEPS else 0
         bound_ns = max(bound_ns, min(BOUND_LIMIT_NS, BOUND_FACTOR * self._longest_ns))
-        _U64.pack_into(self._memory, _BOUND_AT, bound_ns)
+        self._words[_BOUND] = bound_ns
 
     def set_state(self, state: str) -> None:
         """One of STATES. What was learned of silences while loading is no measure for serving."""
-        struct.pack_into("<I", self._memory, 24, STATES.index(state))
+        self._half_words[_STATE] = STATES.index(state)
         self._longest_ns = self._beaten_ns = 0
         self._tell_bound()
         self.beat()
@@ -133,7 +140,7 @@ class StatusPage:
     @property
     def fenced(self) -> bool:
         """This engine has been replaced: it must write and send nothing more, and end."""
-        return self._memory[_FENCED_AT] != 0
+        return self._words[_FENCED] != 0
 
     def _lock_for_life(self) -> None:
         attributes = ctypes.create_string_buffer(64)
@@ -152,7 +159,7 @@ class StatusPage:
 
     def fence(self) -> None:
         """Tell the engine, should it ever run again, that it was replaced."""
-        _U64.pack_into(self._memory, _FENCED_AT, 1)
+        self._words[_FENCED] = 1
 
     @property
     def pid(self) -> int:
@@ -172,21 +179,22 @@ class StatusPage:
     @property
     def state(self) -> str:
         """One of STATES."""
-        return STATES[_HEAD.unpack_from(self._memory, 0)[4]]
+        return STATES[self._half_words[_STATE]]
 
     @property
     def step_count(self) -> int:
         """Steps finished by this incarnation."""
-        return int(_U64.unpack_from(self._memory, _STEPS_AT)[0])
+        return self._words[_STEPS]
 
     @property
     def hang_bound_ms(self) -> float:
         """What the engine allows itself without a beat; 0: nothing said."""
-        return float(_U64.unpack_from(self._memory, _BOUND_AT)[0] / 1e6)
+        return self._words[_BOUND] / 1e6
 
     def beat_age_ms(self) -> float:
         """Milliseconds since the last beat (CLOCK_MONOTONIC is one clock for all processes of a machine)."""
-        return float((time.monotonic_ns() - _U64.unpack_from(self._memory, _BEAT_AT)[0]) / 1e6)
+        beaten_ns = self._words[_BEAT]
+        return (time.monotonic_ns() - beaten_ns) / 1e6
 
     def wait_for_death(self, timeout_s: float) -> bool:
         """Block until the engine's main thread is gone (True) or the time is up (False). Run on a thread of its own.

@@ -111,3 +111,36 @@ def test_fenced_engine_finds_out(tmp_path: Path) -> None:
     assert not page.fenced
     StatusPage.open(tmp_path / "e0.status").fence()
     assert page.fenced
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from engine.status_page import StatusPage
+page = StatusPage.create(Path(sys.argv[1]), 1)
+page.set_state("ready")
+print("up", flush=True)
+while True:
+    page.set_state("ready") if sys.argv[2] == "states" else page.count_step()
+"""
+
+
+@pytest.mark.parametrize("writes", ["states", "steps"])
+def test_a_watcher_never_reads_a_word_that_is_half_written(tmp_path: Path, writes: str) -> None:
+    path, began = tmp_path / "e0.status", time.monotonic()
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), writes], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout and child.stdout.readline() == "up\n"
+        page, steps = StatusPage.open(path), 0
+        for _ in range(60_000):
+            if writes == "states":
+                seen = page.state, page.hang_bound_ms
+                assert seen == ("ready", 10_000), "these never change"
+            else:
+                last, steps = steps, page.step_count
+                assert steps >= last, "they only grow"
+            age_ms = page.beat_age_ms()
+            assert age_ms < (time.monotonic() - began) * 1000, "a beat from before it was started"
+    finally:
+        child.kill()
+        child.wait()
