@@ -58,6 +58,7 @@ async def fork_session(request: web.Request) -> web.Response:
             f"there is a session {caller.shown(name)!r} already; choose another session_id, or delete it first"
         )
     fork = gateway.sessions.fork(record.session, name, tokens, position)
+    gateway.durability.doubt(name)
     if not await gateway.sessions.written(WRITE_TIMEOUT_S):  # the record is all that a fork is
         log.warning(
             "fork.not_written", fork=name, waited_s=WRITE_TIMEOUT_S, hint="it is lost if the gateway is killed now"
@@ -95,7 +96,10 @@ async def park_session(request: web.Request) -> web.Response:
         raise conflict(f"session {shown!r} is answering (stream {live[0].id}); wait for its end or delete that stream")
     slots, captured = await _free_devices(gateway, record.session)
     await _drain(gateway)
-    gateway.sessions.park(record.session, captured or record.captured)
+    stored = await gateway.durability.stored(record.session)
+    if stored is None:  # all that was captured is drained
+        stored = captured or record.captured
+    gateway.sessions.park(record.session, stored, stored)
     view = session_view(gateway, record, caller)
     return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": shown})
 
@@ -119,7 +123,7 @@ async def delete_session(request: web.Request) -> web.Response:
 def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERATOR) -> dict[str, Any]:
     """A session, for people and programs; named as `caller` names it."""
     live = _live_streams(gateway, record)
-    tokens = max([record.token_count, *(len(stream.tokens) for stream in live)])
+    tokens, captured, durable = _positions(gateway, record, live)
     engines = [
         engine.name for engine in gateway.dispatcher.engines.values() if engine.ready and engine.holds(record.session)
     ]
@@ -134,17 +138,25 @@ def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERA
         "last_used": int(record.last_used),
         "turns": record.turns,
         "tokens": tokens,
-        "captured": record.captured,
-        "durable": record.durable,
-        "capture_lag": max(0, tokens - record.captured),
-        "durable_lag": max(0, record.captured - record.durable),
-        "degraded": gateway.durability.of_session(record.captured, record.durable, tokens, engines, record.namespace),
+        "captured": captured,
+        "durable": durable,
+        "capture_lag": tokens - captured,
+        "durable_lag": captured - durable,
+        "degraded": gateway.durability.of_session(captured, durable, tokens, engines, record.namespace),
         "engines": engines,
         "standby": standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else None,
         "live_streams": [stream.id for stream in live],
         "forked_from": caller.shown(record.forked_from) or None,
         "fork_position": record.fork_position or None,
     }
+
+
+def _positions(gateway: Gateway, record: SessionRecord, live: list[Stream]) -> tuple[int, int, int]:
+    """(tokens, captured, durable) of the list that the session is now: of the turn begun last, else of the one that ended last."""
+    turns = [stream for stream in live if stream.spec.session]
+    if not turns:
+        return record.token_count, record.captured, record.durable
+    return len(turns[-1].tokens), *gateway.sessions.positions(turns[-1])
 
 
 def _live_streams(gateway: Gateway, record: SessionRecord) -> list[Stream]:

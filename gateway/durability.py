@@ -117,7 +117,8 @@ class Durability:
         )  # (namespace, session); asked for only if somebody wants to know
         self.on_pins: Callable[[], None] | None = None
         self._losses: list[int] = []  # what the keeper said of what it has dropped
-        self._doubtful: dict[str, None] = {}  # sessions whose durable position is to be asked again
+        # Sessions whose durable position is to be asked again: at first those that the last process saw no settled end of.
+        self._doubtful: dict[str, None] = {r.session: None for r in sessions.all() if r.durable + 1 < r.token_count}
         self.keeper = Keeper()
         self.degraded: list[Degraded] = []
 
@@ -160,9 +161,10 @@ class Durability:
                     self._take(names[name], stored, durable)
             if _is_drained(stats):
                 self._settle_unknown(stream for name, stream in names.items() if name not in answer)
-            await self._ask_again(stats)
+        self._judge(reason)  # before anything is waited for: a session's positions and what is degraded belong together
+        if self.keeper.up:
+            await self._ask_again(self.keeper.stats)
             await self._look_at_pins()
-        self._judge(reason)
         self._measure(streams)
 
     async def _ask_keeper(self, names: list[str]) -> tuple[dict[str, tuple[int, int]], dict[str, Any]]:
@@ -214,7 +216,10 @@ class Durability:
         for name in asked:
             del self._doubtful[name]
         for one, position in zip(lists, positions, strict=True):
-            self._sessions.found_stored(one.session, position)
+            if self._is_latest(one):
+                self._sessions.found_stored(one.session, position)
+            else:
+                self.doubt(one.session)
 
     async def _mend(self, bases: list[str]) -> None:
         if not bases:
@@ -230,6 +235,28 @@ class Durability:
         if record is None:
             return None
         return TokenList(record.namespace, session, self._sessions.tokens(session), int(1000 * record.last_used))
+
+    def _is_latest(self, one: TokenList) -> bool:
+        """Whether the session still is that list: no turn has begun or ended since."""
+        record = self._sessions.get(one.session)
+        return record is not None and int(1000 * record.last_used) == one.used_ms
+
+    def doubt(self, session: str) -> None:
+        """Ask the keeper again how much of it is stored, when it is at rest."""
+        self._doubtful[session] = None
+
+    async def stored(self, session: str) -> int | None:
+        """How much of a session at rest is in the store; None if the keeper doesn't say, and it is asked again later."""
+        one = self._token_list(session)
+        try:
+            if one is not None:
+                (position,) = await keeper_client.astored(self._socket, [one], timeout_s=ASK_TIMEOUT_S)
+                if self._is_latest(one):
+                    return position
+        except (TierError, ValueError, KeyError) as error:
+            log.debug("durability.not_asked", error=str(error))
+        self.doubt(session)
+        return None
 
     def ended(self, stream: Stream) -> None:
         """A stream is finished; its last rows may still be on their way."""
@@ -271,7 +298,7 @@ class Durability:
 
     def _doubt(self, stream: Stream) -> None:
         if stream.spec.session:
-            self._doubtful[stream.spec.session] = None
+            self.doubt(stream.spec.session)
 
     def _settle(self, stream: Stream) -> None:
         """Nothing more will change about a stream that has ended."""

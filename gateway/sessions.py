@@ -37,10 +37,10 @@ MAP_BYTES = 1 << 36  # sparse
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
-    """One session.
+    """One session at rest; what a turn is at meanwhile, its stream knows.
 
-    token_count   tokens of its longest-lived list, the last turn's
-    captured      how far its state is in a lane or further
+    token_count   tokens of its list, that of the turn which ended last
+    captured      how far the state of that list is in a lane or further: at least durable, at most token_count
     durable       how far it is on disk, as the keeper last said
     parked        taken off the devices by a park, and not used since
     list_id       digest of the list that a fork borrows the first token_count tokens of, until its first own turn; else empty
@@ -68,6 +68,11 @@ class SessionRecord(msgspec.Struct, omit_defaults=True):
         """Where its token list lies in the database `tokens`."""
         return b"\0" + self.list_id if self.list_id else self.session.encode()
 
+    def place(self, captured: int, durable: int) -> None:
+        """Set both positions, within the bounds that always hold."""
+        self.durable = min(durable, self.token_count)
+        self.captured = min(max(captured, durable), self.token_count)
+
 
 class Change(NamedTuple):
     """A value to be written, None: to be deleted. waiting: the token list that it is, by its key among those that wait."""
@@ -90,6 +95,8 @@ class SessionTable:
         self._records = {record.session: record for record in self._load()}
         self._work: queue.SimpleQueue[list[Change] | Callable[[], None] | None] = queue.SimpleQueue()
         self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
+        self._list_of: dict[str, str] = {}  # by session: the stream that its list is of
+        self._live_durable: dict[str, int] = {}  # by stream that has not ended: how much of its list is on disk
         self._borrowers = Counter(record.list_id for record in self._records.values() if record.list_id)
         self._thread = threading.Thread(target=self._write_loop, name="sessions", daemon=True)
         self._thread.start()
@@ -131,9 +138,10 @@ class SessionTable:
         list_id = hashlib.blake2b(tokens, digest_size=16, person=b"concordia-lists").digest()
         fork = SessionRecord(
             name, now, now, parent.namespace, token_count=position, list_id=list_id, forked_from=source,
-            fork_position=position, family=parent.family, parked=parent.parked, durable=min(parent.durable, position),
-            captured=min(parent.captured, position),
+            fork_position=position, family=parent.family, parked=parent.parked,
         )  # fmt: skip
+        shared = common_prefix(self.tokens(source), tokens)  # it may be the list of another turn
+        fork.place(min(parent.captured, shared), min(parent.durable, shared))
         self._records[name] = fork
         if not self._borrowers[list_id]:
             self._tokens_waiting[fork.list_key] = tokens
@@ -169,46 +177,73 @@ class SessionTable:
     def end_turn(self, stream: Stream) -> None:
         """The turn's whole token list is what the session now is."""
         record = self._records.get(stream.spec.session)
+        durable = self._durable_of(stream, record)
+        self._live_durable.pop(stream.id, None)
         if record is not None and stream.token_count:
             record.last_used = time.time()
             record.token_count = len(stream.tokens)
+            record.place(stream.captured, durable)
+            self._list_of[record.session] = stream.id
             self._give_back(record)
             self._put(record, pack_tokens(stream.tokens))
 
+    def positions(self, stream: Stream) -> tuple[int, int]:
+        """(captured, durable) of the list of a turn that has not ended."""
+        count = len(stream.tokens)
+        durable = min(self._durable_of(stream, self._records.get(stream.spec.session)), count)
+        return min(max(stream.captured, durable), count), durable
+
+    def _durable_of(self, stream: Stream, record: SessionRecord | None) -> int:
+        """Until the keeper has heard of the stream: what its list shares with the session's so far."""
+        if record is None:
+            return 0
+        if stream.id not in self._live_durable:
+            shared = common_prefix(self.tokens(record.session), pack_tokens(stream.tokens)) if record.durable else 0
+            self._live_durable[stream.id] = min(record.durable, shared)
+        return self._live_durable[stream.id]
+
     def captured(self, stream: Stream) -> None:
         """In memory only: it changes with every step."""
-        record = self._records.get(stream.spec.session)
+        record = self._record_of(stream)
         if record is not None:
-            record.captured = stream.captured
+            record.place(stream.captured, record.durable)
 
     def progressed(self, stream: Stream, durable: int) -> None:
-        """How far the latest stream's state is on disk; in memory, since it changes all the time and the store knows it anyway."""
-        record = self._records.get(stream.spec.session)
-        if record is not None and record.streams[-1:] == [stream.id]:
-            record.captured, record.durable = stream.captured, durable
+        """How far a stream's state is on disk; in memory, since it changes all the time and the store knows it anyway."""
+        if stream.end is None and stream.spec.session:
+            self._live_durable[stream.id] = durable
+        record = self._record_of(stream)
+        if record is not None:
+            record.place(stream.captured, durable)
 
     def settled(self, stream: Stream) -> None:
         """All of its latest turn is on disk, or as much as will ever be: worth remembering beyond this process."""
-        record = self._records.get(stream.spec.session)
-        if record is not None and record.streams[-1:] == [stream.id]:
+        record = self._record_of(stream)
+        if record is not None:
             self._put(record, None)
+
+    def _record_of(self, stream: Stream) -> SessionRecord | None:
+        """The session whose list is this stream's; None if that of another turn has taken its place, or none has ended yet."""
+        if self._list_of.get(stream.spec.session) != stream.id:
+            return None
+        return self._records.get(stream.spec.session)
 
     def found_stored(self, session: str, position: int) -> None:
         """How much of a session at rest the store has now: less than was known, if it was evicted."""
         record = self._records.get(session)
-        if record is None or record.durable == position:
+        if record is None:
             return
-        if position < record.durable:
-            record.captured = min(record.captured, position)  # the lanes were drained before it could be dropped
-        record.durable = position
-        self._put(record, None)
+        known = record.captured, record.durable
+        # The lanes were drained before anything could be dropped.
+        record.place(min(record.captured, position) if position < record.durable else record.captured, position)
+        if (record.captured, record.durable) != known:
+            self._put(record, None)
 
-    def park(self, session: str, durable: int) -> SessionRecord:
+    def park(self, session: str, captured: int, durable: int) -> SessionRecord:
         """Remember that the devices are free of it."""
         record = self._records[session]
         record.parked = True
-        record.captured = max(record.captured, durable)
-        record.durable = durable
+        record.place(captured, durable)
         self._put(record, None)
         return record
 
@@ -218,12 +253,14 @@ class SessionTable:
         if replaced is not None:
             self._give_back(replaced)
         record.list_id = b""
+        self._list_of.pop(record.session, None)
         self._records[record.session] = record
         self._put(record, tokens)
         metrics.sessions_known.set(len(self._records))
 
     def remove(self, session: str) -> None:
         record = self._records.pop(session, None)
+        self._list_of.pop(session, None)
         if record is not None:
             self._give_back(record)
             self._tokens_waiting.pop(record.list_key, None)
@@ -310,7 +347,9 @@ class SessionTable:
 
 def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
     """Raises Locked, BadBlock, MsgspecError."""
-    return msgspec.msgpack.decode(sealing.open("records", key, value), type=SessionRecord)
+    record = msgspec.msgpack.decode(sealing.open("records", key, value), type=SessionRecord)
+    record.place(record.captured, record.durable)
+    return record
 
 
 def _read_tokens(transaction: Any, sealing: Sealing, record: SessionRecord) -> bytes:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.markup import escape
@@ -44,6 +45,7 @@ SYSTEM = (
 FIRST_QUESTION = "Tell me about the night of the great storm, from dusk to dawn."
 SECOND_QUESTION = "And what did you do on the morning after?"
 SEED = 20
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PARTS = (
     ("detect", "red"),
     ("fence", "yellow"),
@@ -79,7 +81,7 @@ class Figures:
 def run(config: Config, keep_dir: Path | None, token_count: int, as_json: bool) -> None:
     """The whole show. Raises OpsError if the answer after a kill is not what it would have been."""
     model = pull.ensure(config.model, config.model_cache)
-    with _directory(keep_dir) as data_dir:
+    with _ended_by_signals(), _directory(keep_dir) as data_dir:
         system = System(model.directory, data_dir)
         try:
             figures = Show(system, model, token_count, quiet=as_json).play()
@@ -89,6 +91,23 @@ def run(config: Config, keep_dir: Path | None, token_count: int, as_json: bool) 
             system.close(keep_data=keep_dir is not None)
     if as_json:
         click.echo(json.dumps(asdict(figures), indent=2))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A signal ends the demo as an error does: processes, shared memory and the temporary directory go. Main thread only."""
+    before = {number: signal.signal(number, _end) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    for each in ENDING:  # `timeout` and `make` send it twice: the second must not keep the first from cleaning up
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

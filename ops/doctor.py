@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import resource
+import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from ops.show import Bar, console, size, table
 from tiers import keeper_client
 from tiers.errors import TierError
 from tiers.lane import data_offset
-from tiers.paths import SHARED_MEMORY
+from tiers.lock import is_held
+from tiers.paths import SHARED_MEMORY, Paths
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
 
 SOCKET_PATH_BYTES = 107
@@ -93,6 +95,45 @@ def shared_memory(config: Config) -> Check:
         advice = f"lanes lie on {_filesystem(directory)}, not in shared memory: fine on DAX, slow on a disk"
         return Check("shared memory", "advice", where, advice)
     return Check("shared memory", "ok", where)
+
+
+def left_behind(config: Config, shared: Path = SHARED_MEMORY) -> Check:
+    """Lane directories of installations that are gone, such as those of killed test runs: shared memory that nobody gives back."""
+    gone: list[Path] = []
+    unnamed: list[Path] = []
+    for path in sorted(shared.glob("concordia-*")):
+        if path == config.paths.lane_dir or not path.is_dir() or path.stat().st_uid != os.getuid():
+            continue
+        if any(is_held(file) for file in path.glob("*")):
+            continue
+        owner = Paths(config.paths.data_dir, path).owner
+        if not owner.exists():
+            unnamed.append(path)
+        elif not Path(os.fsdecode(owner.read_bytes())).is_dir():
+            gone.append(path)
+    if not gone and not unnamed:
+        return Check("left behind", "ok", "no lane directory of an installation that is gone")
+    taken = sum(_taken_bytes(file) for path in (*gone, *unnamed) for file in path.glob("*"))
+    found = f"{len(gone) + len(unnamed)} lane directories that nobody uses, {size(taken)}"
+    advice = []
+    if gone:
+        advice.append(
+            "the data directories of these are gone (or on a disk that isn't mounted), so nothing can use what they hold: "
+            f"`rm -r {shlex.join(map(str, gone))}`"
+        )
+    if unnamed:
+        advice.append(
+            "these don't say whose they are, and no process holds them; unless they belong to an installation that is stopped "
+            f"(`concordia config` shows its lane directory): `rm -r {shlex.join(map(str, unnamed))}`"
+        )
+    return Check("left behind", "advice", found, "\n".join(advice))
+
+
+def _taken_bytes(file: Path) -> int:
+    try:
+        return file.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def memlock(config: Config) -> Check:
@@ -358,8 +399,8 @@ def cores(config: Config) -> Check:
 
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (
-    kernel, cores, memory, shared_memory, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, map_size, open_files,
-    socket_paths, cuda, handlers,
+    kernel, cores, memory, shared_memory, left_behind, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, map_size,
+    open_files, socket_paths, cuda, handlers,
 )  # fmt: skip
 
 

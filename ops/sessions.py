@@ -12,7 +12,7 @@ from ops.errors import OpsError
 from ops.installation import Installation, session_file
 from tiers.base import session_key
 from tiers.export import Found, find_stored
-from tiers.keeper_operations import Operations
+from tiers.keeper_operations import Operations, stored_of
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
 from tiers.rebuild import TokenList
@@ -26,7 +26,7 @@ def listed(here: Installation) -> dict[str, Any]:
         return {**answer, "data": _with_pins(here, answer["data"])}
     with session_file(here) as file:
         records, locked = file.all(), file.locked
-    rows = [_offline_row(record, _stored(here, record)) for record in records]
+    rows = [_offline_row(record, _durable(here, record)) for record in records]
     return {"object": "list", "data": _with_pins(here, rows), "locked": locked}
 
 
@@ -52,7 +52,7 @@ def view(here: Installation, session: str) -> dict[str, Any]:
         return _with_pins(here, [row | sizes])[0]
     record = _record(here, session)
     found = _stored(here, record)
-    row = {**_offline_row(record, found), "streams": record.streams, **_sizes(found)}
+    row = {**_offline_row(record, _durable(here, record)), "streams": record.streams, **_sizes(found)}
     return _with_pins(here, [row])[0]
 
 
@@ -116,9 +116,21 @@ def _sizes(found: Found | None) -> dict[str, Any]:
     }
 
 
-def _offline_row(record: SessionRecord, found: Found | None) -> dict[str, Any]:
+def _durable(here: Installation, record: SessionRecord) -> int:
+    """How much of a session the store has, counted as the keeper counts it for a gateway."""
+    with session_file(here) as file:
+        one = TokenList(record.namespace, record.session, file.tokens(record.session), int(1000 * record.last_used))
+    store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    try:
+        with store.snapshot() as view:
+            return stored_of(view, one)
+    finally:
+        store.close()
+
+
+def _offline_row(record: SessionRecord, durable: int) -> dict[str, Any]:
     """The same fields as the gateway's, as far as the disk knows them."""
-    durable = found.position if found is not None else 0
+    record.place(record.captured, durable)
     return {
         "id": record.session,
         "object": "session",
@@ -128,8 +140,10 @@ def _offline_row(record: SessionRecord, found: Found | None) -> dict[str, Any]:
         "last_used": int(record.last_used),
         "turns": record.turns,
         "tokens": record.token_count,
-        "captured": max(durable, record.captured),
-        "durable": durable,
+        "captured": record.captured,
+        "durable": record.durable,
+        "capture_lag": record.token_count - record.captured,
+        "durable_lag": record.captured - record.durable,
         "engines": [],
         "live_streams": [],
     }

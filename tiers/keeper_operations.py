@@ -100,8 +100,7 @@ class Operations:
     def stored(self, lists: Iterable[TokenList]) -> dict[str, Any]:
         """How much of each token list has its state in the store, under whichever fingerprint has most. Raises StoreFailed."""
         with self._drain.store().snapshot() as view:
-            roots = [RootId(bytes(key)) for key, _ in view.scan("roots")]
-            return {"stored": [max((_stored_of(view, root, one) for root in roots), default=0) for one in lists]}
+            return {"stored": [stored_of(view, one) for one in lists]}
 
     def repair(self, damaged: list[tuple[str, bytes]], lists: Iterable[TokenList] = ()) -> dict[str, Any]:
         """Drop what is damaged and end what leans on it, in one group commit; bases are made again as far as they can be.
@@ -237,7 +236,13 @@ class Operations:
         return dict(dropped)
 
 
-def _stored_of(view: View, root: RootId, one: TokenList) -> int:
+def stored_of(view: View, one: TokenList) -> int:
+    """Tokens of a list that can be restored, under whichever fingerprint has most."""
+    roots = [RootId(bytes(key)) for key, _ in view.scan("roots")]
+    return max((_stored_under(view, root, one) for root in roots), default=0)
+
+
+def _stored_under(view: View, root: RootId, one: TokenList) -> int:
     """Tokens of a list that can be restored, those at the beginning of a block that goes on otherwise included."""
     view.keys.know(one.namespace)
     found = find_under(view, root, one.namespace, np.frombuffer(one.tokens, "<i4"))

@@ -31,9 +31,12 @@ class Paths:
         return cls(data, SHARED_MEMORY / f"concordia-{os.getuid()}-{digest}")
 
     def make(self) -> Paths:
-        """Create the directories that are missing, readable by this user only, and return self."""
+        """Create the directories that are missing, readable by this user only, and return self. The lane directory says whose it is."""
         for directory in (self.data_dir, self.lane_dir, self.journal_dir, self.store, self.sessions):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = os.fsencode(self.data_dir)
+        if not self.owner.exists() or self.owner.read_bytes() != name:
+            self.owner.write_bytes(name)
         return self
 
     # ------------------------------------------------------------ on disk
@@ -89,6 +92,11 @@ class Paths:
     @property
     def host_lock(self) -> Path:
         return self.lane_dir / "host.lock"
+
+    @property
+    def owner(self) -> Path:
+        """Names the data directory that the lane directory belongs to."""
+        return self.lane_dir / "owner"
 
     @property
     def gateway_url(self) -> Path:

@@ -190,7 +190,8 @@ async def test_park_frees_the_device_and_waits_for_the_disk(world: World) -> Non
     assert (status, answer["error"]["code"]) == (503, "keeper_unavailable")
     asked = await fake_keeper(world)
     status, _, answer = await world.post("/v1/sessions/p/park", {})
-    assert (status, answer["state"], answer["slots_freed"], answer["durable"]) == (200, "parked", 1, 42)
+    assert (status, answer["state"], answer["slots_freed"]) == (200, "parked", 1)
+    assert answer["durable"] == answer["captured"] == answer["tokens"] < 42, "the slot's position is of a longer list"
     assert {"op": "drain", "sync": True} in asked
     assert [park.session for park in world.engines[0].parks] == ["p", "p"]
     await world.post("/v1/chat/completions", chat(stream=False, session_id="p"))

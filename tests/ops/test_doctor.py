@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from ops import config as configuration
 from ops import doctor
 from ops.config import Config
+from tiers.paths import Paths
 
 
 @pytest.fixture
@@ -43,3 +46,20 @@ def test_capture_on_a_gpu(
     found = doctor.handlers(with_engine(config, capture_launch=launch))
     assert (found.level, word in found.found) == (level, True), found
     assert bool(found.advice) == (level != "ok")
+
+
+def test_lane_directories_that_nobody_uses_are_named_with_how_to_remove_them(config: Config, tmp_path: Path) -> None:
+    shared = tmp_path / "shm"
+    assert doctor.left_behind(config, shared).level == "ok"
+    homes = {name: tmp_path / name for name in ("there", "gone", "old", "held")}
+    for name, home in homes.items():
+        Paths(home, shared / f"concordia-{name}").make().lane("e0").write_bytes(bytes(8192))
+    for name in ("gone", "held"):
+        shutil.rmtree(homes[name])
+    (shared / "concordia-old" / "owner").unlink()
+    with open(shared / "concordia-held" / "e0.lane", "rb") as lane:
+        fcntl.flock(lane, fcntl.LOCK_EX)
+        found = doctor.left_behind(config, shared)
+    gone, unnamed = found.advice.splitlines()
+    assert found.level == "advice" and found.found.startswith("2 lane directories")
+    assert f"`rm -r {shared / 'concordia-gone'}`" in gone and f"`rm -r {shared / 'concordia-old'}`" in unnamed

@@ -1,0 +1,101 @@
+"""A session's positions are those of the list that it is now: durable <= captured <= tokens, whatever turns came and went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.messages import pack_tokens
+from gateway.sessions import SessionFile, SessionRecord, SessionTable
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[SessionTable]:
+    table = SessionTable(tmp_path)
+    yield table
+    table.close()
+
+
+def turn(table: SessionTable, name: str, tokens: list[int]) -> Any:
+    """A stream of session "s" that has begun; its list is whole already."""
+    spec = SimpleNamespace(session="s", namespace="default")
+    stream = SimpleNamespace(id=name, spec=spec, tokens=tokens, token_count=8, captured=0, end=None)
+    table.begin_turn(stream)
+    return stream
+
+
+def end(table: SessionTable, stream: Any) -> None:
+    stream.end = "stop"
+    table.end_turn(stream)
+
+
+def positions(table: SessionTable) -> tuple[int, int, int]:
+    record = table.get("s")
+    assert record is not None
+    return record.token_count, record.captured, record.durable
+
+
+def test_of_two_turns_at_once_the_session_is_the_one_that_ended_last(table: SessionTable) -> None:
+    longer, shorter = turn(table, "a", list(range(86))), turn(table, "b", list(range(500, 576)))
+    longer.captured, shorter.captured = 85, 75
+    end(table, longer)
+    table.progressed(longer, 85)
+    assert positions(table) == (86, 85, 85)
+    end(table, shorter)
+    assert positions(table) == (76, 75, 0), "its list shares nothing with the other"
+    table.captured(longer)
+    table.progressed(longer, 85)
+    assert positions(table) == (76, 75, 0), "what is heard of the other's list is not about this one"
+    table.progressed(shorter, 75)
+    assert positions(table) == (76, 75, 75)
+
+
+def test_a_shorter_turn_keeps_what_its_list_shares(table: SessionTable) -> None:
+    first = turn(table, "a", list(range(62)))
+    first.captured = 61
+    end(table, first)
+    table.progressed(first, 61)
+    second = turn(table, "b", [*range(40), *range(900, 908)])
+    assert table.positions(second) == (40, 40), "said while it is live, before anybody has heard of it"
+    second.captured = 47
+    assert table.positions(second) == (47, 40)
+    end(table, second)
+    assert positions(table) == (48, 47, 40)
+
+
+def test_what_the_store_has_is_captured_too(table: SessionTable) -> None:
+    table.adopt(SessionRecord("s", 1.0, 1.0, token_count=47, captured=32, durable=32), pack_tokens(list(range(47))))
+    table.found_stored("s", 41)
+    assert positions(table) == (47, 41, 41)
+    table.found_stored("s", 16)
+    assert positions(table) == (47, 16, 16), "the lanes were drained before it could be evicted"
+
+
+def test_parked_is_never_further_than_its_list(table: SessionTable) -> None:
+    table.adopt(SessionRecord("s", 1.0, 1.0, token_count=76), pack_tokens(list(range(76))))
+    table.park("s", 85, 85)
+    assert positions(table) == (76, 76, 76)
+
+
+@pytest.mark.parametrize(("written", "read"), [((38, 35, 38), (38, 38, 38)), ((76, 85, 61), (76, 76, 61))])
+def test_positions_of_an_older_version_are_put_right(
+    tmp_path: Path, written: tuple[int, int, int], read: tuple[int, int, int]
+) -> None:
+    table = SessionTable(tmp_path)
+    count, captured, durable = written
+    table.adopt(
+        SessionRecord("s", 1.0, 1.0, token_count=count, captured=captured, durable=durable),
+        pack_tokens(list(range(count))),
+    )
+    table.close()
+    file = SessionFile(tmp_path)
+    (record,) = file.all()
+    assert (record.token_count, record.captured, record.durable) == read
+    file.close()
+    again = SessionTable(tmp_path)
+    assert positions(again) == read
+    again.close()
