@@ -116,7 +116,8 @@ def plan_folds(sequences: Iterable[Stored], now_ms: int, settle_ms: int) -> list
     folds = []
     for key, found in by_session.items():
         newest = max(found, key=lambda one: (one.progress.used_ms, one.progress.epoch, one.progress.position))
-        if not any(one.live for one in found) and now_ms - newest.progress.used_ms >= settle_ms:
+        idle_ms = max(0, now_ms - newest.progress.used_ms)  # a stamp may be a little ahead (tiers/clock.py)
+        if not any(one.live for one in found) and idle_ms >= settle_ms:
             folds.append(Fold(key, newest.id, [one.id for one in found]))
     return folds
 

@@ -31,7 +31,7 @@ from tests.tiers.sample import rows as made_rows
 from tiers import drain as drain_file
 from tiers import failpoints
 from tiers.base import Base, pack_base, session_key, unpack_base
-from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, sequences_of
+from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, plan_folds, sequences_of
 from tiers.drain import Drain
 from tiers.errors import BadBlock, OverBudget, TierError
 from tiers.keeper_jobs import Jobs
@@ -134,6 +134,9 @@ def test_session_that_was_just_used_is_left_alone(world: World, drain: Drain) ->
     answer(world, world.lane(), "first", TOKENS)
     drain.flush(sync=True)
     assert compact(drain, settle_s=60).counts["folded"] == 0
+    with drain.store().snapshot() as view:
+        (used,) = sequences_of(view, drain.now())
+    assert len(plan_folds([used], used.progress.used_ms - 2, 0)) == 1, "its stamp may be a little ahead of the time"
     assert compact(drain, settle_s=0).counts["folded"] == 1
 
 
