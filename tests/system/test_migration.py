@@ -114,12 +114,18 @@ def test_tiny_move_while_the_gateway_is_restarted_again_and_again(moving: System
     body, want = wanted(moving, 65, h.SAMPLED, 400)
     body = {**body, "store": True}
 
+    moved: list[str] = []
+
     def move_and_kill(answer: Answer) -> None:
-        target = other(moving, moving.serving_engine(answer.stream_id).id)
-        threading.Thread(target=attempt, args=(moving, answer.stream_id, target), daemon=True).start()
+        for engine in moving.engines():  # none, if the answer was complete before the new gateway was there
+            if any(stream["stream"] == answer.stream_id for stream in engine.streams):
+                moved.append(other(moving, engine.id))
+                mover = threading.Thread(target=attempt, args=(moving, answer.stream_id, moved[-1]), daemon=True)
+                mover.start()
         moving.signal("gateway")
 
     got = moving.stream(h.CHAT, body, watch=h.after(20, move_and_kill))
+    assert moved, "no engine had the stream when its first move was asked for"
     for _ in range(2):
         if got.done:
             break
