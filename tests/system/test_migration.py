@@ -118,7 +118,7 @@ def test_tiny_move_while_the_gateway_is_restarted_again_and_again(moving: System
 
     def move_and_kill(answer: Answer) -> None:
         for engine in moving.engines():  # none, if the answer was complete before the new gateway was there
-            if any(stream["stream"] == answer.stream_id for stream in engine.streams):
+            if any(answer.stream_id in stream["stream"] for stream in engine.streams):
                 moved.append(other(moving, engine.id))
                 mover = threading.Thread(target=attempt, args=(moving, answer.stream_id, moved[-1]), daemon=True)
                 mover.start()
