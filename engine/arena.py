@@ -87,20 +87,33 @@ class Slot:
         return int(differing[0]) if differing.size else count
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [take) of a frame of `token_count` tokens, for the rows of a slot from position `start` on.
+
+    firsts  by window, positions before which nothing is copied (a window's buffer holds only its last rows)
+    groups  bit mask of the groups that the frame has
+    """
+
+    slot: Slot
+    start: int
+    frame: np.ndarray
+    token_count: int
+    take: tuple[int, int]
+    firsts: list[int]
+    groups: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the last row."""
+        return self.start + self.take[1] - self.take[0]
+
+
 class Applier(Protocol):
     """Who puts frames back in the framework's stead (engine/capture/device_restore.py)."""
 
-    def put(
-        self,
-        slot: Slot,
-        start: int,
-        frame: np.ndarray,
-        token_count: int,
-        take: tuple[int, int],
-        firsts: list[int],
-        groups: int,
-    ) -> bool:
-        """As `Arena.copy_in`; what was put is there after `flush`, the frame is free at once. False: the framework has to."""
+    def put(self, piece: Piece) -> bool:
+        """What was put is there after `flush`, the frame is free at once. False: the framework has to."""
 
     def flush(self) -> None:
         """Return when everything that was put is in the arena."""
@@ -315,17 +328,17 @@ class Arena:
         firsts: list[int] | None = None,
         groups: int = ALL_GROUPS,
     ) -> None:
-        """Tokens [take) of a frame of `token_count` tokens -> rows of the slot from position `start` on.
+        """Tokens [take) of a frame of `token_count` tokens -> rows of the slot from position `start` on. As `Piece`.
 
-        firsts  by window, positions before which nothing is copied (a window's buffer holds only its last rows)
-        groups  bit mask of the groups that the frame has
+        firsts  left out: everything is copied
         """
         given = firsts or [start] * len(self.windows)
-        if self.applier is not None and self.applier.put(slot, start, frame, token_count, take, given, groups):
+        piece = Piece(slot, start, frame, token_count, take, given, groups)
+        if self.applier is not None and self.applier.put(piece):
             if not self._together:
                 self.applier.flush()
             return
-        self.copy_in_by_framework(slot, start, frame, token_count, take, firsts=given, groups=groups)
+        self.copy_in_by_framework(piece)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -338,26 +351,16 @@ class Arena:
             if self.applier is not None:
                 self.applier.flush()
 
-    def copy_in_by_framework(
-        self,
-        slot: Slot,
-        start: int,
-        frame: np.ndarray,
-        token_count: int,
-        take: tuple[int, int],
-        *,
-        firsts: list[int],
-        groups: int = ALL_GROUPS,
-    ) -> None:
+    def copy_in_by_framework(self, piece: Piece) -> None:
         """`copy_in` by one copy a group."""
-        end = start + take[1] - take[0]
-        sources = self._typed(frame, token_count, groups)
+        slot, start, end = piece.slot, piece.start, piece.end
+        sources = self._typed(piece.frame, piece.token_count, piece.groups)
         for group, at, source in zip(self.groups, self.group_windows, sources, strict=True):
-            first = max(start, firsts[at])
+            first = max(start, piece.firsts[at])
             if first >= end:
                 continue
             assert source.shape[1], "a needed window's rows are missing from the frame"
-            base, skip = slot.bases[at], take[0] - start
+            base, skip = slot.bases[at], piece.take[0] - start
             group[slot.index, :, first - base : end - base].copy_(source[:, first + skip : end + skip])
 
     def copy_prefix(self, source: Slot, target: Slot, token_count: int) -> None:

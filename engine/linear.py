@@ -66,7 +66,8 @@ def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object]) -> bo
     """Give every linear layer its packed weights; False if this build of torch can't.
 
     The checkpoint's own weights stay as they are: mapped from the file, shared by all engines of a machine, and used for the
-    embedding. The packed copy is private. `run` is a forward pass from which is learned which layers share their inputs.
+    embedding. The packed copy is private. `run` is a forward pass from which is learned which layers share their inputs; it is made
+    once, and not at all where nothing is packed.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         log.info("linear.not_packed", reason="torch was built without oneDNN")

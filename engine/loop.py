@@ -89,9 +89,8 @@ class Engine:
     ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
     lagging: list[tuple[Cursor, Slot]] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    evicted: Counter[str] = field(
-        default_factory=Counter
-    )  # by tenant: idle slots that went because of its memory budget
+    # By tenant: idle slots that went because of its memory budget.
+    evicted: Counter[str] = field(default_factory=Counter)
     last_kind: Kind = "idle"
     spent_tokens: int = 0
     stopping: bool = False

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +159,15 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     )
     if model.own_attention:
         module.set_attn_implementation(attention.NAME)
-    model.layers, model.states = _probe(model)
-    if device.type == "cpu" and dtype == torch.float32:
+
+    def probe() -> None:
+        model.layers, model.states = _probe(model)
+
+    plain = device.type == "cpu" and dtype == torch.float32
+    if plain:
         join_norms(module)
-        pack_linear_layers(module, partial(_probe, model))
+    if not (plain and pack_linear_layers(module, probe)):
+        probe()
     _refuse_unseen_windows(model)
     return model
 

@@ -50,10 +50,8 @@ DELETED_SAID_S = 600.0
 SYNC_AT_SHARE = 0.5
 SNAPSHOT_LIMIT_S = 30.0  # a restore's slice takes well under a second
 SNAPSHOTS_SHOWN = 16
-GROWN_BYTES, GROWN_SHARE = (
-    256 << 20,
-    0.25,
-)  # of what is live: a file that grew by more while a snapshot was held is copied
+# Of what is live: a file that grew by more while a snapshot was held is copied.
+GROWN_BYTES, GROWN_SHARE = 256 << 20, 0.25
 WAITING_SHARE = 0.25  # of a lane that rows of unfinished blocks may keep from being used again
 COUNTERS = (
     "commits", "records", "put_bytes", "blocks_put", "blocks_shared", "tails_put", "points_put", "points_shared",

@@ -8,36 +8,23 @@ to its slot's own rows. The framework would make a copy and a launch for every g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.arena import Arena, Slot
+from engine.arena import Arena, Piece
 from engine.capture.driver import Buffer
 from engine.capture.errors import CaptureError
 from engine.capture.handlers import RowRange
 from engine.capture.kernel_device import RANGES_A_LAUNCH, KernelRows, RowList
 from engine.capture.launch import Ticket
-from tiers.layout import ALL_GROUPS
 
 _HALF_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
-class Piece:
-    """Some tokens of a frame in tier 0, and how the framework would put them back."""
-
-    slot: Slot
-    start: int
-    frame: np.ndarray
-    token_count: int
-    firsts: list[int]
-    groups: int
-
-
-@dataclass(slots=True)
 class Half:
-    """Half of tier 0: what lies in it, and the launch that reads it."""
+    """Half of tier 0: what lies in it (pieces whose frames are there), and the launch that reads it."""
 
     memory: Buffer
     ranges: RowList
@@ -70,27 +57,17 @@ class DeviceRestore:
             self.failed = str(error)
             return False
 
-    def put(
-        self,
-        slot: Slot,
-        start: int,
-        frame: np.ndarray,
-        token_count: int,
-        take: tuple[int, int],
-        firsts: list[int],
-        groups: int = ALL_GROUPS,
-    ) -> bool:
-        """As Arena.copy_in; the rows are there after `flush`. False: not by handlers, the caller copies."""
+    def put(self, piece: Piece) -> bool:
+        """The rows are there after `flush`. False: not by handlers, the caller copies."""
         if not self.ready():
             return False
-        end = start + take[1] - take[0]
-        low = max(start, min(firsts[at] for at in self._arena.group_windows))
+        start, first = piece.start, piece.take[0]
+        low = max(start, min(piece.firsts[at] for at in self._arena.group_windows))
         most = self._half_bytes // self._arena.layout.token_bytes
-        views = self._arena.layout.views(frame, token_count, groups)
-        for begin in range(low, end, most):
-            stop = min(end, begin + most)
-            self._stage(slot, begin, stop, [view[:, begin - start + take[0] : stop - start + take[0]] for view in views],
-                        firsts, groups)  # fmt: skip
+        views = self._arena.layout.views(piece.frame, piece.token_count, piece.groups)
+        for begin in range(low, piece.end, most):
+            stop = min(piece.end, begin + most)
+            self._stage(piece, begin, stop, [view[:, begin - start + first : stop - start + first] for view in views])
         return True
 
     def flush(self) -> None:
@@ -102,7 +79,7 @@ class DeviceRestore:
 
     # ------------------------------------------------------------ pieces
 
-    def _stage(self, slot: Slot, start: int, end: int, parts: list[np.ndarray], firsts: list[int], groups: int) -> None:
+    def _stage(self, piece: Piece, start: int, end: int, parts: list[np.ndarray]) -> None:
         """Copy tokens [start, end) of every group that the frame has into tier 0."""
         size = sum(part.nbytes for part in parts)
         half = self._room_for(size)
@@ -113,7 +90,8 @@ class DeviceRestore:
             np.copyto(target, part)
             at += part.nbytes
         half.used += (size + 15) & -16
-        half.pieces.append(Piece(slot, start, frame, end - start, firsts, groups))
+        count = end - start
+        half.pieces.append(replace(piece, start=start, frame=frame, token_count=count, take=(0, count)))
 
     def _room_for(self, size: int) -> Half:
         """The half that is filled now, with room for so many bytes more."""
@@ -154,14 +132,11 @@ class DeviceRestore:
     def _by_framework(self, half: Half) -> None:
         """The frames are still in tier 0: the framework copies them from there."""
         for piece in half.pieces:
-            self._arena.copy_in_by_framework(
-                piece.slot, piece.start, piece.frame, piece.token_count, (0, piece.token_count), firsts=piece.firsts,
-                groups=piece.groups,
-            )  # fmt: skip
+            self._arena.copy_in_by_framework(piece)
         half.pieces.clear()
 
     def _range(self, piece: Piece) -> RowRange:
-        end = piece.start + piece.token_count
+        end = piece.end
         spans: list[tuple[int, int] | None] = []
         for group, window in enumerate(self._arena.group_windows):
             begin = min(end, max(piece.start, piece.firsts[window])) - piece.start

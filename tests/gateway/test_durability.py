@@ -86,6 +86,19 @@ async def session_tokens(world: World, count: int) -> np.ndarray:
     return np.array(view["token_ids"][:count], np.int32)
 
 
+async def capture(world: World, stream: str, count: int, *, close: bool) -> None:
+    """Put a session's first tokens into a lane, as its engine would; `close`: the sequence has ended."""
+    lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
+    sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
+    lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
+    reservation = lane.reserve_rows(LAYOUT, count)
+    np.copyto(reservation.frame, rows(0, tokens))
+    reservation.commit(sequence, 1, 0, tokens)
+    if close:
+        lane.append_close(sequence, 1, count)
+    lane.close()
+
+
 @pytest.mark.process
 async def test_durable_follows_captured_without_a_park(world: World, keeper: KeeperProcess) -> None:
     keeper.start()
@@ -123,14 +136,7 @@ async def test_what_the_keeper_has_evicted_is_not_called_durable_any_more(world:
         _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
         stream = headers["X-Stream-Id"]
         count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
-        lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
-        sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
-        lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
-        reservation = lane.reserve_rows(LAYOUT, count)
-        np.copyto(reservation.frame, rows(0, tokens))
-        reservation.commit(sequence, 1, 0, tokens)
-        lane.append_close(sequence, 1, count)
-        lane.close()
+        await capture(world, stream, count, close=True)
         evicting.start()
         await session(world, durable=count)
 
@@ -233,13 +239,7 @@ async def test_a_full_disk_is_called_that_and_the_keeper_is_up(world: World, mon
     _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
     stream = headers["X-Stream-Id"]
     count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
-    lane = LaneWriter.open(world.config.paths.lane("e0"), lane_bytes=1 << 20, record_count=64, incarnation=1)
-    sequence, tokens = sequence_id(stream, 1), await session_tokens(world, count)
-    lane.append_open(sequence, 1, ROOT, LAYOUT, BLOCK, "default", "chat", stream, tokens[:0])
-    reservation = lane.reserve_rows(LAYOUT, count)
-    np.copyto(reservation.frame, rows(0, tokens))
-    reservation.commit(sequence, 1, 0, tokens)
-    lane.close()
+    await capture(world, stream, count, close=False)
     with monkeypatch.context() as patched:
         patched.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
         settings = TierSettings(drain_interval_ms=20, sync_interval_ms=20, block_tokens=BLOCK)
