@@ -1,15 +1,18 @@
-"""Linear layers over weights that oneDNN has packed: faster for few rows, and each row's bits are its own. CPU, float32.
+"""Linear layers over packed weights: faster for few rows, and each row's bits are its own. CPU, float32.
 
 The stock product of 4 rows reads the demo model's weights at a third of the memory's speed, and the bits of a row depend on how
-many rows stand beside it. The packed product is about twice as fast (92 -> 45 ms a decode step of 4, docs/lab.md), and computes a row
-alike in every batch, save that on some machines and for some shapes fewer than four rows take another kernel: those are padded. What
-holds is found out at start, for each shape, with the threads that will be used. Layers that are given the very same tensor (Q, K and V;
-gate and up) are one product, since a call costs as much as reading 400 KB. Main thread only.
+many rows stand beside it. oneDNN's packed product is about twice as fast (92 -> 45 ms a decode step of 4, docs/lab.md), and computes
+a row alike in every batch, save that on some machines and for some shapes few rows take another kernel: those are padded.
+A step of few rows takes as long as the weights take to be read. Weights that float16 holds exactly (a float16 checkpoint; what
+`concordia pull` makes of a GGUF file) are kept as that too, and steps of few rows read those by FBGEMM, which computes in float32: half
+the bytes. What holds of a row's bits is found out at start, for each shape, with the threads that will be used. Layers that are given
+the very same tensor (Q, K and V; gate and up) are one product, since a call costs as much as reading 400 KB. Main thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -18,34 +21,64 @@ import torch
 log = structlog.get_logger()
 
 _BATCH_HINT = 8  # packed for 8 rows, the product of 1 to 256 rows is as fast as packed for that count, within noise
-_SAFE_ROWS = 4  # no shape was seen whose product of this many rows had bits of its own
-_CHECKED_ROWS = (4, 8, 32)
+_FEW_ROWS = 16  # up to so many, reading the weights is what takes time: half the bytes are faster
+_MANY_ROWS = 32
+_ROWS_AT_ONCE = 1024  # of weights that are looked at: one that float16 can't hold is met early
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Shapes:
+    """What was found out of each shape (out, in): with how many rows a product of 1, 2 ... _FEW_ROWS rows is to be computed."""
+
+    single: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    half: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
 class Packed:
     """One packed product, of one layer or of several that share their inputs."""
 
-    def __init__(self, layers: list[torch.nn.Linear], known: dict[tuple[int, int], int]) -> None:
-        """`known`: least rows by (out, in), filled as shapes are met."""
+    def __init__(self, layers: list[torch.nn.Linear], shapes: Shapes, *, half: bool, wide: bool = True) -> None:
+        """half  steps of few rows may read the weights as float16; wide  there are steps of many rows (else they are computed
+        a few rows at a time)."""
         self._outs = [layer.out_features for layer in layers]
-        weight = layers[0].weight.data if len(layers) == 1 else torch.cat([layer.weight.data for layer in layers])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
         self._bias = _joined_bias(layers)
         self._inputs: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
+        weight = layers[0].weight.data if len(layers) == 1 else torch.cat([layer.weight.data for layer in layers])
         shape = sum(self._outs), layers[0].in_features
+        self._few: Product | None = None
+        if half and _is_half(weight):
+            self._half = torch.ops.quantized.linear_prepack_fp16(weight, self._bias)
+            self._few = self._half_product
+        if wide or self._few is None:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
+        self._wide = wide or self._few is None
+        known = shapes.single if self._few is None else shapes.half
         if shape not in known:
-            known[shape] = _least_rows(self._product, shape)
-        self._least = known[shape]
+            known[shape] = _safe_rows(self._few or self._product, shape)
+        self._safe = known[shape]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether steps of few rows read float16."""
+        return self._few is not None
 
     def whole(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs (..., in) -> (..., out of all layers); fewer rows than the least that are safe are padded."""
+        """inputs (..., in) -> (..., out of all layers); row counts whose bits would be their own are padded."""
         rows = inputs.numel() // inputs.shape[-1]
-        if rows >= self._least:
-            return self._product(inputs)
-        padded = inputs.new_zeros(self._least, inputs.shape[-1])
+        if rows > _FEW_ROWS:
+            if self._wide:
+                return self._product(inputs)
+            parts = inputs.reshape(rows, -1).split(_FEW_ROWS)
+            return torch.cat([self.whole(part) for part in parts]).reshape(*inputs.shape[:-1], -1)
+        product = self._few or self._product
+        if not rows or (safe := self._safe[rows - 1]) == rows:
+            return product(inputs)
+        padded = inputs.new_zeros(safe, inputs.shape[-1])
         padded[:rows] = inputs.reshape(rows, -1)
-        return self._product(padded)[:rows].reshape(*inputs.shape[:-1], -1)
+        return product(padded)[:rows].reshape(*inputs.shape[:-1], -1)
 
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """The product of one layer; the others' is kept until they are asked with the same tensor."""
@@ -61,30 +94,50 @@ class Packed:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self._bias, "none", [], "")
         return product
 
+    def _half_product(self, inputs: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(inputs, self._half)
+        return product
 
-def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object]) -> bool:
+
+def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object], *, half: bool = True) -> bool:
     """Give every linear layer its packed weights; False if this build of torch can't.
 
     The checkpoint's own weights stay as they are: mapped from the file, shared by all engines of a machine, and used for the
     embedding. The packed copy is private. `run` is a forward pass from which is learned which layers share their inputs; it is made
-    once, and not at all where nothing is packed.
+    once, and not at all where nothing is packed. half=False: every row count takes the same kernel, so that a row's bits don't
+    depend on how a prompt was cut either.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         log.info("linear.not_packed", reason="torch was built without oneDNN")
         return False
-    least: dict[tuple[int, int], int] = {}
+    half = half and "fbgemm" in torch.backends.quantized.supported_engines
+    shapes, half_count = Shapes(), 0
     joined = _sharing_inputs(module, run)
     for layers in joined:
-        packed = Packed(layers, least)
+        packed = Packed(layers, shapes, half=half)
+        half_count += packed.is_half
         for index, layer in enumerate(layers):
             layer.forward = partial(packed.part, index)  # type: ignore[method-assign]
     together = {layer for layers in joined for layer in layers}
+    vocabulary = getattr(module, "get_output_embeddings", lambda: None)()
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear) and layer not in together:
-            layer.forward = Packed([layer], least).whole  # type: ignore[method-assign]
-    padded = {f"{out}x{inside}": rows for (out, inside), rows in least.items() if rows > 1}
-    log.info("linear.packed", joined=len(joined), padded=padded)
+            # The vocabulary is multiplied with one row a sequence.
+            packed = Packed([layer], shapes, half=half, wide=layer is not vocabulary)
+            half_count += packed.is_half
+            layer.forward = packed.whole  # type: ignore[method-assign]
+    padded = {
+        f"{out}x{inside}": counts
+        for (out, inside), safe_rows in (shapes.single | shapes.half).items()
+        if (counts := {rows: safe for rows, safe in enumerate(safe_rows, 1) if rows != safe})
+    }
+    log.info("linear.packed", joined=len(joined), half=half_count, padded=padded)
     return True
+
+
+def _is_half(weight: torch.Tensor) -> bool:
+    """Whether float16 holds every value exactly."""
+    return all(torch.equal(part.half().to(part.dtype), part) for part in weight.split(_ROWS_AT_ONCE))
 
 
 def _sharing_inputs(module: torch.nn.Module, run: Callable[[], object]) -> list[list[torch.nn.Linear]]:
@@ -123,24 +176,20 @@ def _joined_bias(layers: list[torch.nn.Linear]) -> torch.Tensor | None:
 
 
 @torch.inference_mode()
-def _least_rows(product: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, int]) -> int:
-    """From how many rows on a product (out, in) gives each row the bits that it has among many; says so if that never holds.
+def _safe_rows(product: Product, shape: tuple[int, int]) -> tuple[int, ...]:
+    """With how many rows a product (out, in) of 1, 2 ... _FEW_ROWS rows gives each row the bits that it has among many.
 
-    Then a stream under load may differ from one alone.
+    Says so if rows among more than _FEW_ROWS have others: then a stream under load may differ from one alone.
     """
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(max(_CHECKED_ROWS), shape[1], generator=generator)
-    whole = product(inputs)
+    inputs = torch.randn(_MANY_ROWS, shape[1], generator=generator)
+    few = product(inputs[:_FEW_ROWS])
 
-    def alike(rows: int) -> bool:
-        """Of rows at the beginning and further on."""
-        starts = (0, rows) if rows < len(inputs) else (0,)
-        return all(torch.equal(product(inputs[at : at + rows]), whole[at : at + rows]) for at in starts)
-
-    differing = [rows for rows in _CHECKED_ROWS if not alike(rows)]
-    if differing:
-        log.warning("linear.bits_depend_on_batch", shape=list(shape), rows=differing)
-    least = _SAFE_ROWS
-    while least > 1 and alike(least - 1):
-        least -= 1
-    return least
+    good = [
+        rows
+        for rows in range(1, _FEW_ROWS + 1)
+        if torch.equal(product(inputs[_FEW_ROWS - rows : _FEW_ROWS]), few[_FEW_ROWS - rows :])
+    ]
+    if not torch.equal(product(inputs)[:_FEW_ROWS], few):
+        log.warning("linear.bits_depend_on_batch", shape=list(shape), rows=[_MANY_ROWS])
+    return tuple(next((safe for safe in good if safe >= rows), _FEW_ROWS) for rows in range(1, _FEW_ROWS + 1))

@@ -166,7 +166,7 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     plain = device.type == "cpu" and dtype == torch.float32
     if plain:
         join_norms(module)
-    if not (plain and pack_linear_layers(module, probe)):
+    if not (plain and pack_linear_layers(module, probe, half=not settings.deterministic)):
         probe()
     _refuse_unseen_windows(model)
     return model

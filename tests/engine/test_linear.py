@@ -8,9 +8,11 @@ import torch
 from engine import linear
 
 
-def packed(out: int, inside: int, *, bias: bool) -> tuple[torch.nn.Linear, torch.Tensor]:
+def packed(out: int, inside: int, *, bias: bool, half: bool = False) -> tuple[torch.nn.Linear, torch.Tensor]:
     torch.manual_seed(1)
     layer = torch.nn.Linear(inside, out, bias=bias).eval()
+    if half:
+        layer.weight.data = layer.weight.data.half().float()
     inputs = torch.randn(16, inside)
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias)
     module = torch.nn.Sequential(layer)
@@ -27,6 +29,77 @@ def test_rows_have_the_same_bits_alone_and_beside_others(out: int, inside: int) 
         for count in range(1, 9):
             for at in range(0, 16 - count):
                 assert torch.equal(layer(inputs[None, at : at + count])[0], whole[at : at + count]), (count, at)
+
+
+needs_fbgemm = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="torch was built without FBGEMM"
+)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize(("out", "inside"), [(1024, 640), (576, 1536), (100, 30)])
+def test_few_rows_over_weights_that_float16_holds_have_the_same_bits_in_every_batch(out: int, inside: int) -> None:
+    layer, inputs = packed(out, inside, bias=out == 1024, half=True)
+    with torch.inference_mode():
+        whole = layer(inputs)
+        for count in range(1, 16):
+            for at in (0, 1, 16 - count):
+                assert torch.equal(layer(inputs[None, at : at + count])[0], whole[at : at + count][: 16 - at]), count
+
+
+@needs_fbgemm
+def test_float16_is_read_for_few_rows_only_and_only_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, seen = torch.ops.quantized.linear_dynamic_fp16, list[int]()
+
+    def counted(inputs: torch.Tensor, weight: object) -> torch.Tensor:
+        seen.append(inputs.numel() // inputs.shape[-1])
+        out: torch.Tensor = product(inputs, weight)
+        return out
+
+    monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", counted)
+    packed(64, 64, bias=False)
+    assert not seen
+    layer, inputs = packed(64, 64, bias=True, half=True)
+    seen.clear()
+    with torch.inference_mode():
+        many = torch.cat([inputs, inputs])
+        assert torch.allclose(layer(many), torch.nn.functional.linear(many, layer.weight, layer.bias), atol=1e-4)
+        assert not seen
+        layer(inputs[:4])
+        assert seen == [4]
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
+    module[0].weight.data = module[0].weight.data.half().float()
+    seen.clear()
+    linear.pack_linear_layers(module, lambda: module(inputs), half=False)
+    module(inputs[:4])
+    assert not seen
+
+
+class WithVocabulary(torch.nn.Module):
+    """One layer that is the vocabulary's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.head = torch.nn.Linear(64, 200, bias=False)
+        self.head.weight.data = self.head.weight.data.half().float()
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(inputs)
+        return out
+
+
+@needs_fbgemm
+def test_the_vocabulary_is_kept_once_and_many_rows_are_computed_a_few_at_a_time() -> None:
+    module, inputs = WithVocabulary().eval(), torch.randn(2, 25, 64)
+    assert linear.pack_linear_layers(module, lambda: module(inputs))
+    with torch.inference_mode():
+        whole = module(inputs)
+        assert torch.allclose(whole, torch.nn.functional.linear(inputs, module.head.weight), atol=1e-4)
+        assert torch.equal(module(inputs[:1, :3]), whole[:1, :3])
 
 
 def test_a_shape_with_another_kernel_for_few_rows_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
