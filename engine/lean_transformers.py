@@ -1,4 +1,5 @@
-"""Import transformers without what an engine never uses: torch's compiler, and tensors that are spread over devices.
+"""Import transformers without what an engine never uses: torch's compiler, and tensors that are spread over devices; its models' sources
+are read once, and not twice.
 
 transformers decorates a few functions for torch.compile and looks for DTensor while it is imported, and torch looks for its compiler as a
 model's layers are made. That pulls in torch._dynamo, torch._inductor and torch.distributed.tensor: a quarter of the processor time that
@@ -52,7 +53,35 @@ def lean() -> Iterator[None]:
         del torch._dynamo, sys.modules[_COMPILER]
 
 
+@contextmanager
+def models_read_once() -> Iterator[None]:
+    """For the block, `transformers.models` takes from `transformers` which names lie where; each reads every model for it."""
+    import transformers
+    from transformers.utils import import_utils
+
+    read = import_utils.define_import_structure
+    directory = Path(transformers.__file__).parent / "models"
+
+    def define(module_path: Any, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(module_path) != directory / "__init__.py":
+            return read(module_path, prefix)
+        known = read(directory, prefix="models")  # remembered since transformers asked
+        return {
+            backends: {name.removeprefix("models."): found for name, found in places.items() if name in of_models}
+            for backends, places in known.items()
+            if (of_models := {name for name in places if name.startswith("models.")})
+        }
+
+    import_utils.define_import_structure = define  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        import_utils.define_import_structure = read
+
+
 with nullcontext() if "transformers" in sys.modules else lean():
+    with models_read_once():
+        import transformers.models
     import transformers.generation.utils  # noqa: F401  every model imports it
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AttentionInterface

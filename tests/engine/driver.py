@@ -30,7 +30,7 @@ class EngineDriver:
 
     @classmethod
     def start(
-        cls, model_dir: Path, paths: Paths, name: str = "e0", lane_bytes: int = 64 << 20, **options: Any
+        cls, model_dir: Path, paths: Paths, name: str = "e0", lane_bytes: int = 8 << 20, **options: Any
     ) -> EngineDriver:
         paths.make()
         tiers = TierSettings(lane_bytes=lane_bytes, lane_record_count=4096, store_map_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""What an engine imports: no compiler, which can still be had."""
+"""What an engine imports: no compiler, which can still be had, and every model as transformers knows it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.utils import import_utils
+
+from engine.lean_transformers import models_read_once
 
 pytestmark = pytest.mark.process
 
@@ -29,3 +33,10 @@ assert "torch._dynamo" in sys.modules
 def test_engine_loads_a_model_without_the_compiler_which_stays_usable(tiny_dir: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tiny_dir)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_transformers_is_told_what_it_would_have_read_of_its_models() -> None:
+    path = str(Path(transformers.__file__).parent / "models" / "__init__.py")
+    with models_read_once():
+        told = import_utils.define_import_structure(path)
+    assert told == import_utils.define_import_structure(path) != {}

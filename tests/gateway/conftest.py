@@ -127,7 +127,7 @@ class World:
             await self.kill_gateway()
         await self.host.stop()
 
-    async def until(self, probe: Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+    async def until(self, probe: Callable[[], Awaitable[Any]], timeout_s: float = 60.0) -> Any:
         async with asyncio.timeout(timeout_s):
             while True:
                 found = await probe()

@@ -24,7 +24,7 @@ from ops.processes import Backoff, ChildCommand
 from ops.settings import HostSettings
 from tiers.paths import Paths
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ async def running(settings: dict[str, Any]) -> AsyncIterator[Agent]:
         yield agent
     finally:
         agent.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await task
 
 
-async def until(what: str, probe: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+async def until(what: str, probe: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := probe()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -96,7 +96,7 @@ class Gateway:
         self._writer.write(wire.encode(message))
 
     async def next(self) -> Any:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while not self._messages:
                 data = await self._reader.read(4096)
                 assert data, "the host agent closed the link"

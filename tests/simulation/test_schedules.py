@@ -16,6 +16,8 @@ from gateway.tokenizer import TextCodec
 from tests.simulation.schedules import SEEN, run_schedule
 from tests.simulation.virtual_time import run
 
+# In one process, so that what was seen adds up.
+pytestmark = pytest.mark.xdist_group("simulation")
 REGRESSIONS: list[int] = []
 POISON_REGRESSIONS: list[int] = []
 KEPT = "concordia/simulation-seeds"

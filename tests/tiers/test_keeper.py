@@ -299,7 +299,7 @@ def keeper_process(
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def ask(question, deadline_s: float = 60):  # type: ignore[no-untyped-def]
@@ -349,7 +349,7 @@ def test_killed_keepers_lose_nothing(world: World, tail_interval_ms: int) -> Non
                 except LaneFull:
                     time.sleep(0.001)
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
         world.paths.keeper_socket.unlink(missing_ok=True)
         assert world.restorable(tokens) == position
     with keeper_process(world):
@@ -385,7 +385,7 @@ def test_sigterm_drains_and_syncs(world: World) -> None:
         lane = world.lane()
         world.capture(lane, "a", TOKENS, [43])
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert lane.tail == lane.head
     assert not world.paths.keeper_socket.exists()
     assert stored(world)["blocks"] == 5
@@ -416,7 +416,7 @@ def test_keeper_ends_when_no_host_agent_is_left(world: World) -> None:
                 process.wait(0.6)
             fcntl.flock(lock, fcntl.LOCK_UN)
             assert not is_held(world.paths.host_lock)
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
     assert world.restorable(TOKENS) == 43
 
 

@@ -250,7 +250,7 @@ def test_killed_writer_leaves_no_bad_record(world: World) -> None:
         while seen < goal and time.monotonic() < deadline:
             seen += _check_and_free(keeper, keep=3)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         seen += _check_and_free(keeper, keep=3)
         keeper.close()
     assert seen > 50

@@ -70,7 +70,7 @@ def test_the_sanitizer_runs_over_every_handler_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\ncase "$1" in *racecheck) echo "1 error"; exit 9;; esac\necho "$@"\n')
+    tool.write_text('#!/bin/sh\ncase "$1" in *racecheck) echo "1 error"; exit 9;; esac\nshift 4\necho "ran $@"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     given = dict(correctness.commands())
@@ -79,7 +79,7 @@ def test_the_sanitizer_runs_over_every_handler_where_it_is_installed(
         correctness, "commands", lambda: [item for item in given.items() if item[0].startswith("compute-sanitizer")]
     )
     by_tool = {row.case.split()[-1]: row for row in correctness.check(60.0)}
-    assert by_tool["memcheck"].value == 1.0 and "-m bench.gpu" in by_tool["memcheck"].note
+    assert by_tool["memcheck"].value == 1.0 and by_tool["memcheck"].note == "ran -m bench.gpu.correctness kernels"
     assert (by_tool["racecheck"].value, by_tool["racecheck"].note) == (0.0, "1 error")
     assert not correctness.passed(list(by_tool.values()))
     (late, *_) = correctness.check(0.0)

@@ -1,0 +1,23 @@
+"""The order of the whole suite, and what a run must not leave in shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import leftovers, order
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long work first: with short tests at the end no worker is left alone with a long one."""
+    items.sort(key=order.rank)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Lane directories of systems that this run started and whose processes are gone."""
+    base = Path(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+    for directory in leftovers.clear(base):
+        terminalreporter.write_line(f"left in shared memory by a test, and removed: {directory}", yellow=True)

@@ -1,0 +1,28 @@
+"""Lane directories in shared memory that a run of tests leaves: a worker that was killed can't remove its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from engine import pid_file
+from tiers.paths import SHARED_MEMORY
+
+
+def clear(base: Path) -> list[Path]:
+    """Remove those of installations below `base`, or of none that still exists, in which nothing lives; returns them."""
+    found = [directory for directory in SHARED_MEMORY.glob("concordia-*") if _is_left(directory, base)]
+    for directory in found:
+        shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def _is_left(directory: Path, base: Path) -> bool:
+    try:
+        data_dir = Path(os.fsdecode((directory / "owner").read_bytes()))
+    except OSError:
+        return False  # somebody makes it just now, or it is no lane directory
+    known = [pid_file.read(path) for path in directory.glob("*.pid")]
+    lives = any(process is not None and process.alive for process in known)
+    return not lives and (data_dir.is_relative_to(base) or not data_dir.exists())

@@ -1,0 +1,29 @@
+"""Which tests come first: what takes longest, roughly, on two cores. A new module needs no entry; it comes among the short ones."""
+
+from __future__ import annotations
+
+import pytest
+
+# Seconds of a whole module, or of the tests of one group (tests/system/conftest.py), which one worker runs one after the other.
+GROUPS = {
+    "demo": 300, "linear": 110, "window": 100, "hot": 80, "cold": 60, "warm": 60, "commands": 60, "latent": 50, "mamba": 50,
+    "recurrent": 50, "convolution": 50, "exact": 40, "guarded": 40, "simulation": 60,
+}  # fmt: skip
+MODULES = {
+    "tests/faults/test_soak.py": 180,
+    "tests/system/": 20,
+    "tests/engine/test_kinds.py": 12,
+    "tests/simulation/": 12,
+    "tests/faults/": 8,
+    "tests/engine/capture/test_nvrtc.py": 8,
+    "tests/engine/": 2,
+}
+
+
+def rank(item: pytest.Item) -> float:
+    """Smallest first."""
+    group = item.get_closest_marker("xdist_group")
+    if group is not None:
+        return -float(GROUPS.get(group.args[0], 50))
+    seconds = next((seconds for start, seconds in MODULES.items() if item.nodeid.startswith(start)), 1)
+    return -float(seconds)
