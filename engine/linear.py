@@ -4,9 +4,10 @@ The stock product of 4 rows reads the demo model's weights at a third of the mem
 many rows stand beside it. oneDNN's packed product is about twice as fast (92 -> 45 ms a decode step of 4, docs/lab.md), and computes
 a row alike in every batch, save that on some machines and for some shapes few rows take another kernel: those are padded.
 A step of few rows takes as long as the weights take to be read. Weights that float16 holds exactly (a float16 checkpoint; what
-`concordia pull` makes of a GGUF file) are kept as that too, and steps of few rows read those by FBGEMM, which computes in float32: half
-the bytes. What holds of a row's bits is found out at start, for each shape, with the threads that will be used. Layers that are given
-the very same tensor (Q, K and V; gate and up) are one product, since a call costs as much as reading 400 KB. Main thread only.
+`concordia pull` makes of a GGUF file), or does once each output's are multiplied by a power of two (a bfloat16 checkpoint), are kept as
+that too, and steps of few rows read those by FBGEMM, which computes in float32: half the bytes. What holds of a row's bits is found
+out at start, for each shape, with the threads that will be used. Layers that are given the very same tensor (Q, K and V; gate and up)
+are one product, since a call costs as much as reading 400 KB. Main thread only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _BATCH_HINT = 8  # packed for 8 rows, the product of 1 to 256 rows is as fast as
 _FEW_ROWS = 16  # up to so many, reading the weights is what takes time: half the bytes are faster
 _MANY_ROWS = 32
 _OUTS_AT_ONCE = (
-    8192  # packing 262,144 x 640 in parts of so many takes 1.2 s instead of 3.4, the product as long as before
+    8192  # of weights that are packed as float16: 262,144 x 640 take 1.2 s instead of 3.4, the product as long
 )
+_TOP_EXPONENT = 15  # float16 ends at 65,504
 _ROWS_AT_ONCE = 1024  # of weights that are looked at: one that float16 can't hold is met early
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -54,8 +56,10 @@ class Packed:
         shape = sum(self._outs), layers[0].in_features
         self._few: Product | None = None
         self._half: list[Any] = []
-        if half and _is_half(weight):
-            self._half = [torch.ops.quantized.linear_prepack_fp16(part, None) for part in weight.split(_OUTS_AT_ONCE)]
+        self._scales: torch.Tensor | None = None
+        if half and (kept := _as_half(weight)):
+            exact, self._scales = kept
+            self._half = [torch.ops.quantized.linear_prepack_fp16(part, None) for part in exact.split(_OUTS_AT_ONCE)]
             self._few = self._half_product
         if wide or self._few is None:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
@@ -103,6 +107,8 @@ class Packed:
 
     def _half_product(self, inputs: torch.Tensor) -> torch.Tensor:
         product = _half_product(self._half, inputs)
+        if self._scales is not None:
+            product.mul_(self._scales)
         return product if self._bias is None else product.add_(self._bias)
 
 
@@ -145,6 +151,17 @@ def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object], *, ha
 def _half_product(parts: list[Any], inputs: torch.Tensor) -> torch.Tensor:
     products: list[torch.Tensor] = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def _as_half(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """weight (out, in) -> weights that float16 holds, and the power of two (out,) by which the product is multiplied (None: by 1)."""
+    if _is_half(weight):
+        return weight, None
+    exponents = torch.frexp(weight.abs().amax(1)).exponent
+    up = torch.ldexp(torch.ones(len(weight)), _TOP_EXPONENT - exponents)[:, None]
+    if not _is_half(weight[:_ROWS_AT_ONCE] * up[:_ROWS_AT_ONCE]) or not _is_half(scaled := weight * up):
+        return None
+    return scaled, (1 / up[:, 0])
 
 
 def _is_half(weight: torch.Tensor) -> bool:

@@ -8,11 +8,14 @@ import torch
 from engine import linear
 
 
-def packed(out: int, inside: int, *, bias: bool, half: bool = False) -> tuple[torch.nn.Linear, torch.Tensor]:
+def packed(
+    out: int, inside: int, *, bias: bool, kept: torch.dtype = torch.float32
+) -> tuple[torch.nn.Linear, torch.Tensor]:
     torch.manual_seed(1)
     layer = torch.nn.Linear(inside, out, bias=bias).eval()
-    if half:
-        layer.weight.data = layer.weight.data.half().float()
+    if kept == torch.bfloat16:  # with values far below float16's least
+        layer.weight.data *= torch.logspace(-5, 0, inside)
+    layer.weight.data = layer.weight.data.to(kept).float()
     inputs = torch.randn(16, inside)
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias)
     module = torch.nn.Sequential(layer)
@@ -37,9 +40,12 @@ needs_fbgemm = pytest.mark.skipif(
 
 
 @needs_fbgemm
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("out", "inside"), [(1024, 640), (576, 1536), (100, 30)])
-def test_few_rows_over_weights_that_float16_holds_have_the_same_bits_in_every_batch(out: int, inside: int) -> None:
-    layer, inputs = packed(out, inside, bias=out == 1024, half=True)
+def test_few_rows_over_weights_that_float16_holds_have_the_same_bits_in_every_batch(
+    out: int, inside: int, kept: torch.dtype
+) -> None:
+    layer, inputs = packed(out, inside, bias=out == 1024, kept=kept)
     with torch.inference_mode():
         whole = layer(inputs)
         for count in range(1, 16):
@@ -59,7 +65,9 @@ def test_float16_is_read_for_few_rows_only_and_only_where_it_is_exact(monkeypatc
     monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", counted)
     packed(64, 64, bias=False)
     assert not seen
-    layer, inputs = packed(64, 64, bias=True, half=True)
+    packed(64, 64, bias=True, kept=torch.bfloat16)
+    assert seen
+    layer, inputs = packed(64, 64, bias=True, kept=torch.float16)
     seen.clear()
     with torch.inference_mode():
         many = torch.cat([inputs, inputs])
