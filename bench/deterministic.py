@@ -3,8 +3,8 @@
 Question  Tokens/s of decode with `engine.deterministic` against without, at 1, 4 and 8 concurrent streams, and of a prompt.
 Regime    Demo model, one engine a system, two systems alive that differ only in that setting; they take turns, each first in
           every second round; prompts of plain English, greedy. Decode: rate while all streams of a round are decoding, a
-          context of about 1k tokens each. Prompt: 2,048 tokens that nobody has seen. `tokens`: the same with a tiny linear
-          attention hybrid (tests/engine/kinds.py; contexts of 128, a prompt of 512), whose tokens are computed one by one.
+          context of about 1k tokens each. Prompt: 2,048 tokens that nobody has seen. `recurrent`: the same with a tiny linear
+          attention hybrid (tests/engine/kinds.py; contexts of 128, a prompt of 512), whose recurrent layers take each token by itself.
 Baseline  not deterministic, the paired round next to it.
 Unit      tokens/s; ratio is deterministic / not: geometric mean over one pair of each order, then the median of those.
 Seed      --seed
@@ -29,9 +29,9 @@ from tests.system.harness import build_kind
 STREAMS = (1, 4, 8)
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 2048
-ONE_BY_ONE_STREAMS = (1, 4)
-ONE_BY_ONE_CONTEXT_TOKENS = 128
-ONE_BY_ONE_PROMPT_TOKENS = 512
+RECURRENT_STREAMS = (1, 4)
+RECURRENT_CONTEXT_TOKENS = 128
+RECURRENT_PROMPT_TOKENS = 512
 
 
 def main() -> None:
@@ -51,8 +51,8 @@ def main() -> None:
     )
     with TemporaryDirectory(prefix="concordia-exact-") as directory:
         model = str(build_kind(SAMPLE["linear"], Path(directory)))
-        sizes = (ONE_BY_ONE_STREAMS, ONE_BY_ONE_CONTEXT_TOKENS, ONE_BY_ONE_PROMPT_TOKENS)
-        measure(rows, "tokens ", model, options.threads, draw_tiny, sizes, rounds, tokens)
+        sizes = (RECURRENT_STREAMS, RECURRENT_CONTEXT_TOKENS, RECURRENT_PROMPT_TOKENS)
+        measure(rows, "recurrent ", model, options.threads, draw_tiny, sizes, rounds, tokens)
     rows.finish()
 
 

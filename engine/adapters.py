@@ -113,9 +113,9 @@ class Adapters:
         self._digests = digests
         self._use(digests)
 
-    def only(self, row: int) -> None:
-        """The next forward passes are of one row of the step."""
-        self._use(self._digests[row : row + 1])
+    def only(self, row: int | None) -> None:
+        """What is computed next is of one row of the step; None: of all again."""
+        self._use(self._digests if row is None else self._digests[row : row + 1])
 
     def _use(self, digests: list[str]) -> None:
         self._row_count = len(digests)

@@ -9,7 +9,8 @@ Main thread only. Source: transformers' `AttentionInterface` and `cache_utils.Ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ _FOLD_TOKENS = 16
 # Tokens that are computed together when an answer's bits must not depend on what else runs.
 _TILE_TOKENS = 16
 # How a deterministic engine computes (engine/exactness.py); "": as is fastest.
-Exact = Literal["", "tiles", "tokens"]
+Exact = Literal["", "tiles", "parts", "tokens"]
 
 
 class Span(NamedTuple):
@@ -58,6 +59,15 @@ class StepRows:
         default_factory=dict
     )  # by window: slot, column; (rows, 1)
     states: dict[tuple[StateKind, int, int], torch.Tensor] = field(default_factory=dict)
+    row_states: dict[int, dict[tuple[StateKind, int, int], torch.Tensor]] = field(default_factory=dict)
+
+    def states_of(self, row: int) -> dict[tuple[StateKind, int, int], torch.Tensor]:
+        """`states` of one row, (1, ...) each; views."""
+        if len(self.slots) == 1:
+            return self.states
+        if row not in self.row_states:
+            self.row_states[row] = {key: state[row : row + 1] for key, state in self.states.items()}
+        return self.row_states[row]
 
 
 class ModelCache(Cache):  # type: ignore[misc]
@@ -102,7 +112,7 @@ class ArenaCache(ModelCache):
     """The cache object handed to the model. `begin` sets the rows of a step, `end` finishes it; `beat` is called once a layer.
 
     exact     how a deterministic engine computes
-    row_begins  called with a row's index when a step is computed row by row, before each row's passes
+    row_begins  called with a row's index before what is computed of that row alone; with None when all rows are computed again
     """
 
     def __init__(
@@ -112,7 +122,7 @@ class ArenaCache(ModelCache):
         self.arena = arena
         self.beat = beat
         self.exact = exact
-        self.row_begins: Callable[[int], None] = lambda row: None
+        self.row_begins: Callable[[int | None], None] = lambda row: None
         self.derived = {index for index, shape in layers.items() if shape.derived}
         self.rows = StepRows([], [], 0)
         self._planes: dict[PlaneRange, torch.Tensor] = {}
@@ -124,6 +134,16 @@ class ArenaCache(ModelCache):
         self.rows = StepRows(slots, starts, token_count)
         self.rows.states = self.arena.states.gather([slot.index for slot in slots])
         make_current(self)
+
+    @contextmanager
+    def only(self, row: int, token: int) -> Iterator[None]:
+        """For the block, the step is one token of one row; recurrent state is that of the whole step."""
+        step = self.rows
+        self.rows = StepRows([step.slots[row]], [step.starts[row] + token], 1, states=step.states_of(row))
+        try:
+            yield
+        finally:
+            self.rows = step
 
     def end(self) -> None:
         """The forward pass is over: recurrent state goes back to its slots."""
@@ -203,7 +223,7 @@ class ArenaCache(ModelCache):
         outputs = []
         for row, (slot, start) in enumerate(zip(rows.slots, rows.starts, strict=True)):
             span = Span(start, start + rows.token_count, options.window)
-            if self.exact == "tiles":
+            if self.exact in ("tiles", "parts"):
                 given = (key[row], value[row]) if derived else None
                 outputs.append(self._attend_tiles(layer, slot, query[row], given, span, options))
                 continue

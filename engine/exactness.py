@@ -1,9 +1,9 @@
 """`--deterministic`: choose how an engine computes, so that a token's bits follow from its own tokens alone, and prove that they do.
 
-Two ways. *tiles*: steps as ever, attention in tiles of fixed positions (`engine/attention.py`); for models all of whose products
-are linear layers, which compute a row alike in every batch. *tokens*: one token of one sequence a forward pass, for the rest: a
-recurrent state that is scanned in chunks, experts that compute as many rows as chose them, layers that aren't packed. Which holds
-depends on the model's own code, the dtype, and the libraries under torch, so it is tried and not believed. Main thread, once.
+Three ways. *tiles*: steps as ever, attention in tiles of fixed positions (`engine/attention.py`); for models all of whose products
+are linear layers, which compute a row alike in every batch. *parts*: the same, but layers with recurrent state and experts take one
+token of one sequence at a time (`engine/parts.py`). *tokens*: one token of one sequence a forward pass, where layers aren't packed.
+Which holds depends on the model's own code, the dtype, and the libraries under torch, so it is tried and not believed. Main thread, once.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ from engine.arena import Arena
 from engine.attention import ArenaCache, Exact
 from engine.errors import UnsupportedModel
 from engine.model import Model
+from engine.parts import compute_in_parts, weighs
 
 log = structlog.get_logger()
 
 _ODD_CUTS = (1, 2, 19, 35, 36, 37, 70)
-# Prefilled by the proof of the way `tokens`, where each of them is a pass of its own.
-_FEW_TOKENS = 8
-# Tokens that one step of the way `tokens` prefills at most, so that other streams get their turn.
+# Prefilled by the proof where each of them costs about a pass of its own: more than a tile in the way `parts`.
+_FEW_TOKENS = {"parts": 20, "tokens": 8}
+# Tokens that one step of these ways prefills at most, so that other streams get their turn.
 _STEP_TOKENS = 16
 
 
 def likely_way(model: Model) -> Exact:
     """What to try first: `tiles` unless the model has recurrent state, or weights that are no linear layer's."""
-    known = (torch.nn.Linear, torch.nn.Embedding)
-    others = (part for part in model.module.modules() if not isinstance(part, known))
-    weighs = any(weight.dim() > 1 for part in others for weight in part.parameters(recurse=False))
-    return "tokens" if model.states or weighs else "tiles"
+    return "parts" if model.states or any(map(weighs, model.module.modules())) else "tiles"
+
+
+def prepare(model: Model, cache: ArenaCache) -> None:
+    """Set the cache to the likely way; call before the model's answers are checked."""
+    cache.exact = likely_way(model)
+    if cache.exact == "parts":
+        compute_in_parts(model, cache)
 
 
 def step_tokens(exact: Exact, prefill_chunk: int) -> int:
-    """Most tokens of a prefill step: a whole chunk, or an even part of one where each token is a pass."""
-    if exact != "tokens":
+    """Most tokens of a prefill step: a whole chunk, or an even part of one where each token costs about a pass."""
+    if exact not in _FEW_TOKENS:
         return prefill_chunk
     return next(count for count in range(min(_STEP_TOKENS, prefill_chunk), 0, -1) if prefill_chunk % count == 0)
 
@@ -44,8 +49,8 @@ def step_tokens(exact: Exact, prefill_chunk: int) -> int:
 def make_exact(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int) -> None:
     """Prove the way that the cache is set to, or go over to `tokens` and prove that. Raises UnsupportedModel if neither holds."""
     differs = difference(model, arena, cache, prefill_chunk)
-    if differs and cache.exact == "tiles":
-        log.info("deterministic.tiles_differ", by=differs)
+    if differs and cache.exact != "tokens":
+        log.info("deterministic.way_differs", way=cache.exact, by=differs)
         cache.exact = "tokens"
         differs = difference(model, arena, cache, prefill_chunk)
     if differs:
@@ -59,7 +64,7 @@ def make_exact(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int
 
 def difference(model: Model, arena: Arena, cache: ArenaCache, prefill_chunk: int) -> str:
     """Compute one token list whole, then in odd cuts and in company: what the bits of its state or logits depend on, "" for nothing."""
-    chunk = _FEW_TOKENS if cache.exact == "tokens" else prefill_chunk
+    chunk = min(prefill_chunk, _FEW_TOKENS.get(cache.exact, prefill_chunk))
     count = min(chunk + 5, model.context_tokens)
     last, chunk = count - 1, min(chunk, count - 4)
     generator = torch.Generator().manual_seed(1)

@@ -297,6 +297,9 @@ class Engine:
         biased = sequence.submit.sampling.logit_bias
         if biased and not 0 <= min(biased) <= max(biased) < self.model.vocab_count:
             raise BadRequest("bad_token", f"the tokens of logit_bias must lie in [0, {self.model.vocab_count})")
+        allowed = sequence.submit.sampling.allowed
+        if allowed and not 0 <= min(allowed) <= max(allowed) < self.model.vocab_count:
+            raise BadRequest("bad_token", f"the tokens of allowed must lie in [0, {self.model.vocab_count})")
         if sequence.submit.adapter and sequence.submit.adapter not in self.adapters:
             raise BadRequest("bad_adapter", "its adapter can't be loaded here; the engine's log says why")
 

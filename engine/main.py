@@ -30,7 +30,7 @@ from engine.capture.device_rows import for_engine
 from engine.check import self_check
 from engine.decode_graph import graphs_for
 from engine.errors import Fenced, UnsupportedModel
-from engine.exactness import likely_way, make_exact, step_tokens
+from engine.exactness import make_exact, prepare, step_tokens
 from engine.follow import Follower
 from engine.grammar import Grammars, warm
 from engine.lane_watch import LaneWatch
@@ -135,7 +135,9 @@ def build(
     )
     arena.prefault(options.prefault_tokens)
     page.beat()
-    cache = ArenaCache(arena, page.beat, model.layers, exact=likely_way(model) if options.deterministic else "")
+    cache = ArenaCache(arena, page.beat, model.layers)
+    if options.deterministic:
+        prepare(model, cache)
     self_check(model, arena, cache)
     if options.deterministic:
         make_exact(model, arena, cache, options.prefill_chunk)

@@ -57,6 +57,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias         added to the logits of these tokens, before anything else
     repetition_penalty logits of tokens in the prompt or the answer are divided by it if positive, else multiplied; 1.0: off
     min_tokens         tokens of the answer before a stop token may be drawn
+    allowed            the only tokens that may be drawn; empty: all
+    barred             token lists that the answer must not hold: the last of one isn't drawn after the others
     logprobs -1: none; 0: of the chosen token; k > 0: also of the k likeliest.
     """
 
@@ -71,6 +73,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     repetition_penalty: float = 1.0
     min_tokens: int = 0
+    allowed: list[int] = []
+    barred: list[list[int]] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

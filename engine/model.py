@@ -22,7 +22,7 @@ from engine.errors import UnsupportedModel
 from engine.lean_transformers import lean
 from engine.linear import pack_linear_layers
 from engine.norms import join_norms
-from engine.scan import continue_scans
+from engine.scan import bound_steps, continue_scans
 from engine.settings import EngineSettings
 from engine.states import StateShape
 from tiers.layout import Layout, RootId
@@ -113,7 +113,7 @@ class Model:
             "block_tokens": block_tokens,
         }
         if exact:
-            way = {"way": exact} if exact == "tokens" else {}
+            way = {} if exact == "tiles" else {"way": exact}
             facts["deterministic"] = {"threads": torch.get_num_threads(), **way}
         if layout.windows or self.states:
             facts |= {"windows": layout.windows, "states": [(s.key, s.shape, str(s.dtype)) for s in self.states]}
@@ -142,6 +142,7 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
         module, own_attention = _load_weights(directory, name, dtype)
     module = module.to(device).eval()
     continue_scans(module)
+    bound_steps(module)
     parameters = inspect.signature(module.base_model.forward).parameters
     model = Model(
         name=name,

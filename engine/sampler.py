@@ -7,7 +7,7 @@ engine's main thread. The order is the field's (vLLM's): bias, penalties, what i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,13 +43,18 @@ def sample(
     position     index that the chosen token will have in the token list
     allowed      (vocab,) bool: the tokens that a grammar lets through; None: all
     prompt       tokens before the answer, for `repetition_penalty`
-    stop_tokens  not drawn before `min_tokens`, unless the grammar lets nothing else through
+    stop_tokens  not drawn before `min_tokens`, unless nothing else is let through; so with what is barred
     """
     scores = _penalised(_biased(logits.float(), sampling), sampling, generated, prompt)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
-    if len(generated) < sampling.min_tokens and stop_tokens:
-        scores = _without(scores, stop_tokens)
+    if sampling.allowed:
+        scores = _only(scores, sampling.allowed)
+    barred = [*_last_of_barred(sampling.barred, generated)]
+    if len(generated) < sampling.min_tokens:
+        barred += stop_tokens
+    if barred:
+        scores = _without(scores, barred)
     if sampling.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     scores = scores / sampling.temperature
@@ -76,6 +81,19 @@ def _biased(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
     biases = torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
     return scores.index_add(0, ids, biases)
+
+
+def _last_of_barred(barred: Sequence[Sequence[int]], generated: list[int]) -> Iterator[int]:
+    """Tokens that would complete a barred list."""
+    for tokens in barred:
+        before = len(tokens) - 1
+        if not before or generated[-before:] == list(tokens[:-1]):
+            yield tokens[-1]
+
+
+def _only(scores: torch.Tensor, tokens: Collection[int]) -> torch.Tensor:
+    ids = torch.tensor(list(tokens), dtype=torch.long, device=scores.device)
+    return torch.full_like(scores, -torch.inf).index_copy(0, ids, scores[ids])
 
 
 def _without(scores: torch.Tensor, barred: Collection[int]) -> torch.Tensor:

@@ -130,6 +130,12 @@ class Admission:
         grammar = self._grammar(request, tools)
         self._check_tokens("logit_bias", wish.sampling.logit_bias)
         self._check_tokens("stop_token_ids", wish.stop_tokens)
+        self._check_tokens("allowed_token_ids", wish.sampling.allowed)
+        if grammar and wish.sampling.allowed:
+            raise not_supported(
+                "allowed_token_ids",
+                "allowed_token_ids: can't be combined with a grammar, which allows tokens by itself",
+            )
         if grammar and request.ignore_eos:
             raise not_supported(
                 "ignore_eos", "ignore_eos: an answer that must match a grammar ends with it; drop one of the two"
@@ -140,7 +146,7 @@ class Admission:
             created=int(time.time()),
             model=request.model,
             prompt=pack_tokens(prompt),
-            sampling=wish.sampling,
+            sampling=msgspec.structs.replace(wish.sampling, barred=self._barred(request.bad_words or [])),
             stop=wish.stop,
             stop_tokens=[*([] if request.ignore_eos else self._facts.stop_tokens), *wish.stop_tokens],
             max_position=self._max_position(len(prompt), wish, field),
@@ -157,6 +163,23 @@ class Admission:
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             special=request.skip_special_tokens is False,
         )
+
+    def _barred(self, words: list[str]) -> list[list[int]]:
+        """What an answer must not hold, as tokens: each word as it begins a text, and as it follows a space where that is as many tokens.
+
+        Source: vLLM's `bad_words`
+        """
+        if words and not self._codec.has_text:
+            raise not_supported(
+                "bad_words", "bad_words: needs a model with a tokenizer.json; bar token ids by logit_bias"
+            )
+        barred = []
+        for word in words:
+            alone, following = (self._codec.encode(space + word.lstrip(), add_special=False) for space in ("", " "))
+            barred.append(alone)
+            if len(following) == len(alone) and following[:1] != alone[:1]:
+                barred.append(following)
+        return [tokens for tokens in barred if tokens]
 
     def _adapter(self, request: Request) -> str:
         """Digest of the adapter that the request names, by `adapter` or as its model. Raises ApiError."""

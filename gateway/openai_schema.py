@@ -23,13 +23,13 @@ ALL_CHOICES_LIMIT = 128  # of all prompts of a request together
 BIASED_TOKENS_LIMIT = 1024
 TOKEN_ID_DIGITS = 19
 STOP_TOKENS_LIMIT = 128
+ALLOWED_TOKENS_LIMIT = 4096
+BAD_WORDS_LIMIT = 128
 # Fields of other servers that change the answer and aren't served, with the values that change nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": (),
     "suffix": ("",),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -99,14 +99,14 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     response_format: dict[str, Any] | None = None
     regex: Any = None
     grammar: Any = None
     functions: Any = None
     function_call: Any = None
     suffix: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     include_stop_str_in_output: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -416,6 +416,17 @@ def _check_counts(request: Request) -> None:
         raise bad_request(
             f"stop_token_ids: at most {STOP_TOKENS_LIMIT}, got {len(stops)}", "stop_token_ids", "out_of_range"
         )
+    allowed, words = request.allowed_token_ids or [], request.bad_words or []
+    if len(allowed) > ALLOWED_TOKENS_LIMIT:
+        raise bad_request(
+            f"allowed_token_ids: at most {ALLOWED_TOKENS_LIMIT}, got {len(allowed)}",
+            "allowed_token_ids",
+            "out_of_range",
+        )
+    if len(words) > BAD_WORDS_LIMIT:
+        raise bad_request(f"bad_words: at most {BAD_WORDS_LIMIT}, got {len(words)}", "bad_words", "out_of_range")
+    if not all(word.strip() for word in words):
+        raise bad_request("bad_words: an empty word would bar every answer", "bad_words")
     limit = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if request.min_tokens and limit is not None and request.min_tokens > limit:
         raise bad_request(f"min_tokens: must be at most max_tokens, {limit}, got {request.min_tokens}", "min_tokens")
@@ -449,6 +460,7 @@ def _sampling(request: Request, random_seed: int) -> Sampling:
         logit_bias=_logit_bias(request.logit_bias or {}),
         repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
         min_tokens=request.min_tokens or 0,
+        allowed=list(request.allowed_token_ids or []),
     )
 
 

@@ -61,7 +61,7 @@ def start_engine(tiny_dir: Path, paths: Paths, drain: Drain, weights: None) -> I
     engines: list[EngineDriver] = []
 
     def start(name: str = "e0", **options: Any) -> EngineDriver:
-        engines.append(EngineDriver.start(tiny_dir, paths, name, **options))
+        engines.append(EngineDriver.start(options.pop("model_dir", tiny_dir), paths, name, **options))
         engines[-1].engine.lookup.finder = PrefixFinder(drain.store(), paths.lane_dir)
         return engines[-1]
 

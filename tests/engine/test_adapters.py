@@ -14,6 +14,7 @@ from engine import messages as m
 from engine.adapters import read_adapter
 from engine.errors import BadRequest
 from tests.engine.driver import EngineDriver, random_tokens, submit
+from tests.engine.kinds import write_model
 
 pytestmark = pytest.mark.process
 
@@ -120,6 +121,27 @@ def test_with_an_adapter_a_deterministic_turn_on_cached_state_equals_a_cold_one(
     assert engine.started("turn").reused and not engine.started("cold").reused
     turned, cold = engine.outputs("turn"), engine.outputs("cold")
     assert [(o.token, o.logprobs) for o in turned] == [(o.token, o.logprobs) for o in cold]
+
+
+def test_adapters_of_recurrent_layers_keep_a_deterministic_row_to_itself(start_engine: Start, tmp_path: Path) -> None:
+    """Such a layer is computed row by row, under each row's own adapter, in a batch where the rows' differ."""
+    model = write_model("granitemoehybrid", tmp_path / "hybrid")
+    adapters = {}
+    for seed in (3, 4):
+        directory = tmp_path / f"adapter{seed}"
+        adapters[make_adapter(model, directory, seed, target_modules=["in_proj", "out_proj", "q_proj"])] = directory
+    want = m.Sampling(temperature=0.9, seed=4, logprobs=0)
+    engine = loaded(start_engine(deterministic=True, model_dir=model), adapters)
+    assert engine.engine.cache.exact == "parts"
+    used = dict(zip("abc", ["", *adapters], strict=True))
+    prompts = {name: random_tokens(90 + index, 20 + index) for index, name in enumerate(used)}
+    engine.handle(*(submit(name, prompts[name], 6, sampling=want, adapter=used[name]) for name in used))
+    engine.run()
+    for name, prompt in prompts.items():
+        engine.handle(submit(f"alone {name}", prompt, 6, sampling=want, adapter=used[name], namespace="alone"))
+        engine.run()
+        beside, alone = engine.outputs(name), engine.outputs(f"alone {name}")
+        assert [(o.token, o.logprobs) for o in beside] == [(o.token, o.logprobs) for o in alone], name
 
 
 def test_a_stream_with_an_adapter_is_restored_elsewhere(start_engine: Start, keeper, adapters: dict[str, Path]) -> None:

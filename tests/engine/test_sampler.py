@@ -51,6 +51,21 @@ def test_plain_sampling_follows_the_distribution() -> None:
     assert share == pytest.approx(float(expected[top]), abs=0.02)
 
 
+def test_nothing_is_drawn_but_what_is_allowed() -> None:
+    worst = [int(token) for token in LOGITS.topk(3, largest=False).indices]
+    assert set(draws(Sampling(seed=1, allowed=worst), 400)) == set(worst)
+    assert sample(LOGITS, Sampling(temperature=0, allowed=worst[:1]), [], 0) == worst[0]
+
+
+def test_a_barred_list_is_never_completed() -> None:
+    best, second = (int(token) for token in LOGITS.topk(2).indices)
+    greedy = Sampling(temperature=0, barred=[[7, 8, best]])
+    assert [sample(LOGITS, greedy, before, 9) for before in ([], [8], [7, 9], [1, 7, 8])] == [best, best, best, second]
+    assert sample(LOGITS, Sampling(temperature=0, barred=[[best]]), [], 0) == second
+    alone = Sampling(temperature=0, allowed=[best], barred=[[best]])
+    assert sample(LOGITS, alone, [], 0) == best, "something has to be drawn"
+
+
 def test_a_bias_is_added_before_anything_else() -> None:
     second = int(LOGITS.topk(2).indices[1])
     assert sample(LOGITS, Sampling(temperature=0, logit_bias={second: 5.0}), [], 0) == second

@@ -27,6 +27,7 @@ async def test_sampling_reaches_each_engine_of_a_stream(make_world) -> None:  # 
     world: World = await make_world()
     e0, e1 = await world.engine("e0", budget=3), await world.engine("e1")
     asked = {"logit_bias": {"17": -100, "9": 1.5}, "repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": [250]}
+    asked |= {"allowed_token_ids": [9, 17, 250], "bad_words": ["no"]}
     task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(**asked)))
 
     async def serving() -> Any:
@@ -35,17 +36,34 @@ async def test_sampling_reaches_each_engine_of_a_stream(make_world) -> None:  # 
     await (await world.until(serving)).kill()
     sse = await task
     assert sse.finish_reason in ("length", "stop")
-    want = Sampling(seed=7, logit_bias={17: -100.0, 9: 1.5}, repetition_penalty=1.3, min_tokens=4)
+    barred = [[4 + byte for byte in b"no"]]
+    want = Sampling(
+        seed=7,
+        logit_bias={17: -100.0, 9: 1.5},
+        repetition_penalty=1.3,
+        min_tokens=4,
+        allowed=[9, 17, 250],
+        barred=barred,
+    )
     for engine in (e0, e1):
         assert engine.submits[-1].sampling == want
         assert engine.submits[-1].stop_tokens == [END, 250]
 
 
 async def test_tokens_outside_the_vocabulary_are_named(world: World) -> None:
-    for more, field in (({"logit_bias": {"260": 1}}, "logit_bias"), ({"stop_token_ids": [999]}, "stop_token_ids")):
+    for more, field in (
+        ({"logit_bias": {"260": 1}}, "logit_bias"),
+        ({"stop_token_ids": [999]}, "stop_token_ids"),
+        ({"allowed_token_ids": [5, 260]}, "allowed_token_ids"),
+    ):
         status, _, answer = await world.post("/v1/chat/completions", chat(**more))
         assert (status, answer["error"]["param"]) == (400, field)
         assert "outside the vocabulary of 260" in answer["error"]["message"]
+
+
+async def test_allowed_tokens_and_a_grammar_are_not_mixed(world: World) -> None:
+    status, _, answer = await world.post("/v1/chat/completions", chat(allowed_token_ids=[5], regex="[a-z]+"))
+    assert (status, answer["error"]["param"]) == (400, "allowed_token_ids")
 
 
 async def test_ignoring_the_end_token_leaves_the_requests_own(world: World) -> None:
