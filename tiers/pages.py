@@ -44,11 +44,14 @@ def give_back(view: np.ndarray) -> None:
 def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:
     """Have the kernel read what follows `view` in its file, up to ahead_bytes behind it, while the caller goes on.
 
-    done     what an earlier call returned: what lies below it isn't asked for again
+    done     what an earlier call returned: what lies below it isn't asked for again, nor anything while half of ahead_bytes is (each
+             asking costs 30 us, also where all pages are in memory)
     Returns  the address up to which pages are asked for
     """
     end = view.__array_interface__["data"][0] + view.nbytes
     goal = (end + ahead_bytes) & _PAGE_MASK
+    if end + ahead_bytes // 2 <= done <= goal:
+        return done
     start = done if end <= done <= goal else end & _PAGE_MASK
     if goal > start:
         _madvise(start, goal - start, MADV_WILLNEED)
