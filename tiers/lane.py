@@ -17,7 +17,8 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -159,10 +160,13 @@ class Reservation:
     frame  writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
     """
 
-    __slots__ = ("frame", "token_count", "_lane", "_offset", "_payload", "_tokens")
+    __slots__ = ("frame", "namespace", "token_count", "_lane", "_offset", "_payload", "_tokens")
 
-    def __init__(self, lane: LaneWriter, offset: int, token_count: int, payload: np.ndarray, frame_start: int) -> None:
+    def __init__(
+        self, lane: LaneWriter, offset: int, token_count: int, payload: np.ndarray, frame_start: int, namespace: str
+    ) -> None:
         self._lane = lane
+        self.namespace = namespace
         self._offset = offset
         self._payload = payload
         self._tokens = payload[:frame_start]
@@ -177,13 +181,12 @@ class Reservation:
                 and more is summed and published by a second thread: readers see it a little later, `LaneWriter.settle` waits for it
         """
         lane = self._lane
-        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        lane._take(self)
         count = self.token_count
         packed = np.ascontiguousarray(tokens, dtype="<i4")
         assert packed.size == count, f"{packed.size} tokens for {count} rows"
         self._tokens[: 4 * count] = packed.view(np.uint8)
         self._tokens[4 * count :] = 0
-        lane._reservation = None
         return lane._commit(
             RecordType.ROWS, sequence, epoch, token_start, token_start + count, self._offset, self._payload
         )
@@ -195,10 +198,11 @@ class PointReservation:
     frame  writable uint8, flat, `state_bytes` long, aligned to 64 bytes: memory of the lane itself
     """
 
-    __slots__ = ("frame", "_lane", "_offset", "_payload")
+    __slots__ = ("frame", "namespace", "_lane", "_offset", "_payload")
 
-    def __init__(self, lane: LaneWriter, offset: int, payload: np.ndarray) -> None:
+    def __init__(self, lane: LaneWriter, offset: int, payload: np.ndarray, namespace: str) -> None:
         self._lane = lane
+        self.namespace = namespace
         self._offset = offset
         self._payload = payload
         self.frame = payload[POINT_HEAD_BYTES:]
@@ -210,10 +214,9 @@ class PointReservation:
         The sequence's rows up to `position` were appended before (or `position` is its start).
         """
         lane = self._lane
-        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        lane._take(self)
         self._payload[:POINT_HEAD_BYTES] = 0
         self._payload[:4] = np.frombuffer(int(kind).to_bytes(4, "little"), np.uint8)
-        lane._reservation = None
         return lane._commit(RecordType.POINT, sequence, epoch, position, position, self._offset, self._payload)
 
 
@@ -223,19 +226,19 @@ class SealedReservation:
     token_count  0: a rollback point
     """
 
-    __slots__ = ("frame", "token_count", "_lane", "_namespace", "_offset", "_payload", "_shape")
+    __slots__ = ("frame", "namespace", "token_count", "_lane", "_offset", "_payload", "_shape")
 
     def __init__(
         self, lane: LaneWriter, offset: int, payload: np.ndarray, shape: Shape, namespace: str, token_count: int
     ) -> None:
-        self._lane, self._offset, self._payload, self._shape, self._namespace = lane, offset, payload, shape, namespace
+        self._lane, self._offset, self._payload, self._shape, self.namespace = lane, offset, payload, shape, namespace
         self.token_count = token_count
         self.frame = np.empty(shape.large_bytes, np.uint8)
 
     def commit(self, sequence: SequenceId, epoch: int, position: int, what: Any) -> int:
         """Seal and publish, and return the record's number. what: ids of the tokens from `position` on, or a point's kind."""
         lane = self._lane
-        assert lane._reservation is self, "this reservation was dropped by a newer one or committed before"
+        lane._take(self)
         assert lane.sealer is not None
         if self.token_count:
             kind, small = RecordType.ROWS, np.ascontiguousarray(what, dtype="<i4").view(np.uint8)
@@ -243,11 +246,13 @@ class SealedReservation:
         else:
             kind, small = RecordType.POINT, np.frombuffer(int(what).to_bytes(4, "little"), np.uint8)
         where = Where(kind, epoch, sequence, position, position + self.token_count)
-        lane.sealer.seal(self._payload, self._shape, self._namespace, where, small, self.frame)
-        lane._reservation = None
+        lane.sealer.seal(self._payload, self._shape, self.namespace, where, small, self.frame)
         return lane._commit(
             kind | SEALED, sequence, epoch, position, position + self.token_count, self._offset, self._payload
         )
+
+
+AnyReservation = Reservation | PointReservation | SealedReservation
 
 
 class LaneWriter:
@@ -273,7 +278,8 @@ class LaneWriter:
         self._flush = media.flusher(place, self._memory, flush)
         data = data_offset(record_count)
         self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
-        self._reservation: Reservation | PointReservation | SealedReservation | None = None
+        self._reserved: list[AnyReservation] = []  # in the order of their places
+        self._before_reuse: Callable[[], None] | None = None
         self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
         self._pending: tuple[int, int] | None = None  # number and payload offset of the record that is being published
         self._words[INCARNATION_WORD] = incarnation
@@ -399,15 +405,51 @@ class LaneWriter:
             return self._reserve_sealed(4 * token_count, layout.frame_bytes(token_count), namespace, token_count)
         frame_start = tokens_bytes(token_count)
         offset, payload = self._reserve(frame_start + layout.frame_bytes(token_count), namespace)
-        self._reservation = reservation = Reservation(self, offset, token_count, payload, frame_start)
+        reservation = Reservation(self, offset, token_count, payload, frame_start, namespace)
+        self._reserved = [reservation]
         return reservation
+
+    def reserve_rows_together(
+        self, layout: Layout, wanted: Sequence[tuple[int, str]], before_reuse: Callable[[], None]
+    ) -> list[Reservation]:
+        """Room for several records of rows one behind another, for a device that fills them all at once.
+
+        wanted        (token count, namespace) of each
+        before_reuse  called once before any other reservation, or the lane's end: what isn't committed by then must be written no more
+        Returns those of the first so many of them that there is room for, up to the first that is sealed. To be committed in this
+        order; one that is left out leaves a gap, and stays unused.
+        """
+        self._let_go()
+        made: list[Reservation] = []
+        taken: Counter[str] = Counter()
+        end = self._head_bytes
+        for token_count, namespace in wanted:
+            if self._is_sealed(namespace):
+                break
+            frame_start = tokens_bytes(token_count)
+            size = frame_start + layout.frame_bytes(token_count)
+            try:
+                offset, payload = self._room(size, namespace, self._head + len(made), end, taken[namespace])
+            except (LaneFull, TooLarge):
+                break
+            made.append(Reservation(self, offset, token_count, payload, frame_start, namespace))
+            taken[namespace] += padded(size)
+            end = offset + padded(size)
+        if made:
+            self._reserved, self._before_reuse = list(made), before_reuse
+        return made
+
+    def holds(self, reservation: AnyReservation) -> bool:
+        """Whether it can still be committed."""
+        return any(held is reservation for held in self._reserved)
 
     def reserve_point(self, state_bytes: int, namespace: str = "") -> PointReservation | SealedReservation:
         """Room for one rollback point's state. As `reserve_rows`."""
         if self._is_sealed(namespace):
             return self._reserve_sealed(4, state_bytes, namespace, 0)
         offset, payload = self._reserve(POINT_HEAD_BYTES + state_bytes, namespace)
-        self._reservation = reservation = PointReservation(self, offset, payload)
+        reservation = PointReservation(self, offset, payload, namespace)
+        self._reserved = [reservation]
         return reservation
 
     def append_open(
@@ -455,7 +497,7 @@ class LaneWriter:
         shape = Shape.of(0, small_bytes, large_bytes)
         offset, payload = self._reserve(shape.payload_bytes, namespace)
         reservation = SealedReservation(self, offset, payload, shape, namespace, token_count)
-        self._reservation = reservation
+        self._reserved = [reservation]
         return reservation
 
     def append_close(self, sequence: SequenceId, epoch: int, token_end: int) -> int:
@@ -464,25 +506,47 @@ class LaneWriter:
         return self._commit(RecordType.CLOSE, sequence, epoch, token_end, token_end, offset, payload)
 
     def _reserve(self, payload_bytes: int, namespace: str = "") -> tuple[int, np.ndarray]:
-        self._reservation = None
+        """Room for the next record; what was reserved before is dropped."""
+        self._let_go()
+        self._reserved_for = namespace
+        return self._room(payload_bytes, namespace, self._head, self._head_bytes)
+
+    def _let_go(self) -> None:
+        """Drop what is reserved; its memory is the next record's."""
+        self._reserved = []
+        if self._before_reuse is not None:
+            before_reuse, self._before_reuse = self._before_reuse, None
+            before_reuse()
+
+    def _take(self, reservation: AnyReservation) -> None:
+        """It is about to be committed; those before it are dropped."""
+        assert self.holds(reservation), "this reservation was dropped by a newer one or committed before"
+        while self._reserved.pop(0) is not reservation:
+            continue
+        if not self._reserved:
+            self._before_reuse = None
+        self._reserved_for = reservation.namespace
+
+    def _room(
+        self, payload_bytes: int, namespace: str, number: int, offset: int, reserved_bytes: int = 0
+    ) -> tuple[int, np.ndarray]:
+        """Place and memory of record `number`, from `offset` on; `reserved_bytes` are its tenant's that are reserved before it."""
         size, ring = padded(payload_bytes), self.lane_bytes
         if size > ring:
             raise TooLarge(f"a record of {payload_bytes} bytes", where=str(self.path), cause=f"the ring has {ring}")
-        offset = self._head_bytes
         place = offset % ring
         if place + size > ring:  # a payload is contiguous: skip to the start of the ring
             offset += ring - place
             place = 0
         tail = self._words[TAIL_WORD]
-        if offset + size - self._tail_bytes() > ring or self._head - tail >= self.record_count - 1:
+        if offset + size - self._tail_bytes() > ring or number - tail >= self.record_count - 1:
             raise LaneFull(
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
             )
-        self.shares.check(namespace, size, tail)
-        self._reserved_for = namespace
+        self.shares.check(namespace, size, tail, reserved_bytes)
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
         self._words[RESERVED_WORD] = max(offset + size, self._words[RESERVED_WORD])
-        self._words[(self._entry_offset(self._head) >> 3) + COMMIT] = 0
+        self._words[(self._entry_offset(number) >> 3) + COMMIT] = 0
         failpoints.reach("append.payload.before")
         return offset, self._ring[place : place + payload_bytes]
 
@@ -539,7 +603,7 @@ class LaneWriter:
         (number, offset), error = self._pending, self._behind.wait()
         self._pending = None
         if error is not None:
-            self._reservation = None
+            self._let_go()
             self._head, self._head_bytes = number, offset
             raise error
 
@@ -548,7 +612,7 @@ class LaneWriter:
         try:
             self.settle()
         finally:
-            self._reservation = None
+            self._let_go()
             if self._behind is not None:
                 self._behind.end()
             fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping holds a duplicate of the descriptor

@@ -26,16 +26,17 @@ class LaneShares:
         self.refused: Counter[str] = Counter()
         self._waiting: deque[tuple[int, str, int]] = deque()
 
-    def check(self, namespace: str, size: int, tail: int) -> None:
+    def check(self, namespace: str, size: int, tail: int, reserved_bytes: int = 0) -> None:
         """Whether a record of `size` bytes may be appended now. A tenant of which nothing waits may always append one.
 
-        tail    first record of the lane that isn't freed
-        Raises  LaneShareFull (retry after a drain). What has no size, or nobody's name, is never refused
+        tail            first record of the lane that isn't freed
+        reserved_bytes  the tenant's that will be appended before it
+        Raises          LaneShareFull (retry after a drain). What has no size, or nobody's name, is never refused
         """
         self.free(tail)
         if not namespace or not size:
             return
-        limit, used = self.limit_of(namespace), self.used[namespace]
+        limit, used = self.limit_of(namespace), self.used[namespace] + reserved_bytes
         if limit and used and used + size > limit:
             self.refused[namespace] += 1
             cause = f"{used} of {limit} bytes wait for the keeper"
