@@ -1,4 +1,4 @@
-"""`concordia doctor`: what this machine allows, measured, and what to change. Reads only, but for one file that it writes and removes.
+"""`concordia doctor`: what this machine allows, measured, and what to change. Reads only, but for two files that it writes and removes.
 
 Each check is a function from the configuration to a finding: `ok`, `advice` (it works, but slower or less safely) or `problem` (something
 that is set can't work). Runs in the command's process; imports no torch.
@@ -21,6 +21,7 @@ from statistics import median
 
 import click
 
+from ops import cuda_lane
 from ops.config import Config
 from ops.errors import OpsError
 from ops.flags import print_json
@@ -376,6 +377,19 @@ def handlers(config: Config) -> Check:
     return Check("capture on a GPU", "ok", f"by handlers, launched by {launch}")
 
 
+def lane_in_place(config: Config) -> Check:
+    """Whether the device's handlers can write into the lanes themselves: the driver tries it."""
+    name, device = "lanes written by a GPU", config.engine.device
+    if not (device.startswith("cuda") or _cuda_count() > 0) or config.engine.capture_launch == "copy":
+        return Check(name, "ok", "no handler writes into them")
+    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
+    reason = cuda_lane.why_not(_existing(config.paths.lane_dir), index)
+    if not reason:
+        return Check(name, "ok", "in place, registered with CUDA")
+    advice = f"they cannot be registered with CUDA ({reason}); rows go through pinned memory, one copy more"
+    return Check(name, "advice", "through tier 0", advice)
+
+
 def _cuda_count() -> int:
     """Devices; -1 without a driver."""
     try:
@@ -400,7 +414,7 @@ def cores(config: Config) -> Check:
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (
     kernel, cores, memory, shared_memory, left_behind, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, map_size,
-    open_files, socket_paths, cuda, handlers,
+    open_files, socket_paths, cuda, handlers, lane_in_place,
 )  # fmt: skip
 
 

@@ -48,6 +48,25 @@ def test_capture_on_a_gpu(
     assert bool(found.advice) == (level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("devices", "launch", "reason", "level", "word"),
+    [
+        (0, "auto", "not asked", "ok", "no handler"),
+        (1, "copy", "not asked", "ok", "no handler"),
+        (1, "auto", "", "ok", "in place"),
+        (1, "auto", "CUDA_ERROR_NOT_SUPPORTED", "advice", "tier 0"),
+    ],
+)
+def test_whether_a_gpu_writes_into_the_lanes(
+    config: Config, monkeypatch: pytest.MonkeyPatch, devices: int, launch: str, reason: str, level: str, word: str
+) -> None:
+    monkeypatch.setattr(doctor, "_cuda_count", lambda: devices)
+    monkeypatch.setattr(doctor.cuda_lane, "why_not", lambda directory, index: reason)
+    found = doctor.lane_in_place(with_engine(config, capture_launch=launch))
+    assert (found.level, word in found.found) == (level, True), found
+    assert bool(found.advice) == (level == "advice") and (level == "ok" or reason in found.advice)
+
+
 def test_lane_directories_that_nobody_uses_are_named_with_how_to_remove_them(config: Config, tmp_path: Path) -> None:
     shared = tmp_path / "shm"
     assert doctor.left_behind(config, shared).level == "ok"
