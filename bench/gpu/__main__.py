@@ -1,8 +1,10 @@
 """`make gpu`: correctness, then every measurement, one table, one JSON file. Under eight minutes; what did not fit is said.
 
-    python -m bench.gpu [--quick] [--limit SECONDS] [--out FILE]
+    python -m bench.gpu [--quick] [--limit SECONDS] [--out FILE] [--only SECTION,...]
 
-Exit status: 0 measured, 1 something is wrong on the device (nothing is timed then), 3 no CUDA device that can be used, with the reason.
+Sections run in processes of their own (bench/gpu/apart.py): an error on the device ends the one that made it. The JSON file is written anew
+after each of them. Exit status: 0 measured, 1 something is wrong on the device (nothing is timed then) or a section failed, 3 no CUDA
+device that can be used, with the reason.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu import ceilings, correctness, engine, rows, scan, training, trigger
+from bench.gpu import apart, ceilings, correctness, engine, rows, scan, training, trigger
 from bench.gpu.lab import Lab, Row
 from bench.report import RESULTS, commit, machine
-from engine.capture.executor import unsupported
 
 SECTIONS: dict[str, Callable[[Lab], list[Row]]] = {
     "ceilings": ceilings.measure,
@@ -34,6 +35,10 @@ SECTIONS: dict[str, Callable[[Lab], list[Row]]] = {
     "training": training.measure,
     "engine": engine.measure,
 }
+# Seconds after which a section that does not end is ended, so that the others have their turn.
+MOST_S = {"ceilings": 45.0, "scan": 120.0, "rows": 75.0, "trigger": 60.0, "training": 60.0, "engine": 180.0}
+# Of the limit, for what must be right.
+_CHECKS_SHARE = 0.45
 
 
 def main() -> int:
@@ -41,22 +46,42 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewest sizes and rounds: does it run at all")
     parser.add_argument("--limit", type=float, default=460.0, help="seconds for everything (default 460)")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="where the JSON goes")
+    parser.add_argument("--only", default="", help=f"no checks, and of {', '.join(SECTIONS)} only these (with commas)")
+    parser.add_argument("--events", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    names = [name for name in SECTIONS if not options.only or name in options.only.split(",")]
     lab, why_not = open_lab(options.quick)
     if lab is None:
         print(f"gpu: {why_not}", file=sys.stderr)
         return 3
     began = time.monotonic()
-    found = correctness.check(options.limit * 0.45)
-    right = correctness.passed(found)
-    facts = device_facts(lab)
-    if right:
-        if not unsupported():
+    if options.events:
+        return apart.child(
+            names, options.events, lambda name: run_section(name, lab, began + options.limit), lab.ceilings
+        )
+    return measure_all(names, lab, options, began)
+
+
+def measure_all(names: list[str], lab: Lab, options: argparse.Namespace, began: float) -> int:
+    """Checks, then every section; what is had so far is in the JSON file at any time."""
+    facts, found = device_facts(lab), []
+    if not options.only:
+        found = correctness.check(options.limit * _CHECKS_SHARE)
+        if correctness.executor_proven(found):
             lab.driver.proof_of_executor().touch()  # type: ignore[attr-defined]
-        found += run_sections(lab, began + options.limit)
+    right = correctness.passed(found)
+
+    def keep() -> None:
+        write(found, facts, options.out, time.monotonic() - began, right)
+
+    keep()
+    command = [sys.executable, "-m", "bench.gpu", *(["--quick"] if options.quick else [])]
+    for more in apart.run(names, command, MOST_S, began + options.limit) if right else ():
+        found += more
+        keep()
     print_table(found, facts)
     save(found, facts, options.out, time.monotonic() - began, right)
-    return 0 if right else 1
+    return 0 if right and not any(row.case == apart.FAILED for row in found) else 1
 
 
 def open_lab(quick: bool) -> tuple[Lab | None, str]:
@@ -77,19 +102,24 @@ def open_lab(quick: bool) -> tuple[Lab | None, str]:
 def run_sections(lab: Lab, deadline: float) -> list[Row]:
     """Every section that begins before the deadline; one that fails is a row that says so."""
     found = []
-    for name, measure in SECTIONS.items():
-        lab.deadline = deadline
-        if time.monotonic() > deadline:
-            found.append(Row(name, "not run", 0.0, "", note="out of time"))
-            continue
-        began = time.monotonic()
-        try:
-            found += measure(lab)
-        except Exception as error:  # noqa: BLE001 - the other sections are worth their figures
-            traceback.print_exc()
-            found.append(Row(name, "failed", 0.0, "", note=f"{type(error).__name__}: {error}"[:120]))
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    for name in SECTIONS:
+        found += run_section(name, lab, deadline)
     return found
+
+
+def run_section(name: str, lab: Lab, deadline: float) -> list[Row]:
+    """One section; nothing is raised."""
+    lab.deadline = deadline
+    if time.monotonic() > deadline:
+        return [Row(name, apart.NOT_RUN, 0.0, "", note="out of time")]
+    began = time.monotonic()
+    try:
+        return SECTIONS[name](lab)
+    except Exception as error:  # noqa: BLE001 - the other sections are worth their figures
+        traceback.print_exc()
+        return [Row(name, apart.FAILED, 0.0, "", note=f"{type(error).__name__}: {error}"[:120])]
+    finally:
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def device_facts(lab: Lab) -> dict[str, Any]:
@@ -120,8 +150,8 @@ def print_table(found: list[Row], facts: dict[str, Any]) -> None:
     Console(file=sys.stdout, width=180).print(table)
 
 
-def save(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> None:
-    """The JSON file; its content is also the last line on stdout, without the rows."""
+def write(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> dict[str, Any]:
+    """The JSON file, whole at any time; returns it without the rows."""
     line = {
         "bench": "gpu",
         "commit": commit(),
@@ -131,7 +161,15 @@ def save(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, ri
         "seconds": round(seconds, 1),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**line, "rows": [asdict(row) for row in found]}, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({**line, "rows": [asdict(row) for row in found]}, indent=1) + "\n")
+    partial.replace(path)
+    return line
+
+
+def save(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> None:
+    """The JSON file; its content is also the last line on stdout, without the rows."""
+    line = write(found, facts, path, seconds, right)
     print(json.dumps({**line, "rows": len(found), "file": str(path)}))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from bench.gpu.lab import Lab, Row, gigabytes
 from engine.capture import source
-from engine.capture.driver import Buffer, Module
+from engine.capture.driver import Buffer, Module, constant_words
 from engine.capture.executor import Executor, ExecutorOptions, unsupported
 from engine.capture.launch import ExecutorLaunch, GraphLaunch, Launcher, SideStream
 from engine.capture.source import RowShape
@@ -38,15 +38,14 @@ class Gather:
         self.byte_count = sequences * self.shape.token_bytes
         self.module: Module = lab.driver.load(source.row_gatherer(self.shape))
         self._arena = lab.random_bytes(sequences * group.slot_stride)
-        self._bases = lab.driver.mapped_buffer(8)
-        self._bases.array("<u8", 1)[0] = self._arena.data_ptr()
+        self._bases = constant_words(lab.driver, [self._arena.data_ptr()])
         self.frames: Buffer = lab.driver.mapped_buffer(self.byte_count)
         self._items = lab.driver.mapped_buffer(32 * sequences)
         for slot in range(sequences):
             self._items.array("<u8", 1, 32 * slot)[0] = self.frames.address + slot * self.shape.token_bytes
             self._items.array("<u4", 6, 32 * slot + 8)[:] = (slot, slot % _CONTEXT, 1, 1, 0, 0)
         self.words = (self._bases.address, self._items.address, sequences)
-        units = self.byte_count // 16 // sequences
+        units = self.byte_count // 16
         self.blocks = max(1, min(-(-units // self.shape.threads), 3 * lab.driver.multiprocessors))
 
 
