@@ -16,7 +16,7 @@ import mmap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -107,6 +107,15 @@ class Piece:
     def end(self) -> int:
         """Position behind the last row."""
         return self.start + self.take[1] - self.take[0]
+
+
+class Range(NamedTuple):
+    """Rows of positions [start, end) of a slot that are to be captured; `frame` is where, if that is known by now."""
+
+    slot: Slot
+    start: int
+    end: int
+    frame: np.ndarray | None = None
 
 
 class Applier(Protocol):

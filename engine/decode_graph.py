@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import structlog
 import torch
 
-from engine.arena import Arena, Slot
+from engine.arena import Arena, Range, Slot
 from engine.attention import ArenaCache
 from engine.decode_table import TableCache
 from engine.model import Model
@@ -46,7 +46,7 @@ class RowRecorder(Protocol):
     def record_into_step(self, row_count: int) -> None:
         """Launch it on the framework's stream, which may be recording."""
 
-    def arm(self, ranges: Iterable[tuple[Slot, int, int]]) -> bool:
+    def arm(self, ranges: Iterable[Range]) -> bool:
         """What the next replay gathers; False: nothing."""
 
     def disarm(self) -> None:
@@ -112,7 +112,7 @@ class DecodeGraphs:
         tokens: list[int],
         *,
         adapted: bool = False,
-        captures: Iterable[tuple[Slot, int, int]] = (),
+        captures: Iterable[Range] = (),
     ) -> torch.Tensor | None:
         """One token of each slot. Returns logits (rows, vocab), valid until the next step; None: compute it as ever.
 

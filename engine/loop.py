@@ -20,7 +20,7 @@ import torch
 from engine import messages as m
 from engine import stats
 from engine.adapters import Adapters
-from engine.arena import Arena, Slot
+from engine.arena import Arena, Range, Slot
 from engine.attention import ArenaCache
 from engine.budgets import slots_over_budget
 from engine.capture import Capture, Cursor
@@ -540,7 +540,7 @@ class Engine:
         rows = action.rows
         began = time.perf_counter()
         captures = [(s.cursor, s.slot, s.computed + 1) for s in rows if s.cursor and s.slot]
-        logits = self._one_token(rows, self.capture.ranges(captures) if self.capture and self.capture.rows else [])
+        logits = self._one_token(rows, self.capture.before_step(captures) if self.capture else [])
         if self.capture and self.capture.rows:
             self.capture.ahead(captures)
         outputs = []
@@ -557,7 +557,7 @@ class Engine:
         self.graphs.saw(step_ms)
         return outputs
 
-    def _one_token(self, rows: tuple[Sequence, ...], captures: list[tuple[Slot, int, int]]) -> torch.Tensor:
+    def _one_token(self, rows: tuple[Sequence, ...], captures: list[Range]) -> torch.Tensor:
         """The next token of each sequence through the model, by a recorded step where there is one. Returns logits (rows, vocab)."""
         slots, starts = [s.slot for s in rows if s.slot], [s.computed for s in rows]
         tokens, adapters = [s.tokens[s.computed] for s in rows], [s.submit.adapter for s in rows]

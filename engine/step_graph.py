@@ -7,7 +7,9 @@ Source: torch.cuda.graphs; CUDA Programming Guide, "CUDA Graphs".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -67,9 +69,24 @@ class CudaRecorder:
         the global mode would forbid them, and end the capture.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             call()
         return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a cyclic collection frees may be pinned memory or a graph, and to free those ends a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def recorder_for(device: torch.device) -> StepRecorder:

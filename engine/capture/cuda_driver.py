@@ -6,7 +6,6 @@ addressing the device uses the host's pointers. Every call names its device, so 
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from engine.capture import nvrtc
 from engine.capture.cache import HandlerCache
 from engine.capture.driver import Buffer
-from engine.capture.errors import CaptureError, NoDevice
+from engine.capture.errors import CaptureError, CompileFailed, NoDevice
 from engine.capture.nvrtc import Usage
 from engine.capture.regions import bytes_at
 from engine.capture.source import OPTIONS, HandlerSource
@@ -59,6 +58,24 @@ class CudaStream:
     def synchronize(self) -> None:
         """See Stream."""
         self.stream.synchronize()
+
+
+class ForeignStream:
+    """A stream that somebody else owns, with as much of CuPy's interface as is used here.
+
+    CuPy 13 has `ExternalStream`, 14 warns of it, and its successor may end a stream that is not its own when it is let go of.
+    """
+
+    def __init__(self, runtime: Any, pointer: int) -> None:
+        self._runtime, self.ptr = runtime, pointer
+
+    def wait_event(self, event: Any) -> None:
+        """What is put on from now on runs after the event."""
+        self._runtime.streamWaitEvent(self.ptr, event.ptr)
+
+    def synchronize(self) -> None:
+        """Block until it is empty."""
+        self._runtime.streamSynchronize(self.ptr)
 
 
 class CudaGraph:
@@ -111,6 +128,7 @@ class CudaDriver:
             raise NoDevice(f"no CUDA device can be used here: {error}") from error
         if device >= count:
             raise NoDevice(f"CUDA device {device} was asked for, this machine has {count}")
+        self._errors = (runtime.CUDARuntimeError, self.cupy.cuda.driver.CUDADriverError)
         self.index = device
         self._foreign: dict[int, CudaStream] = {}
         self.device = self.cupy.cuda.Device(device)
@@ -132,7 +150,12 @@ class CudaDriver:
     def load(self, source: HandlerSource) -> CudaModule:
         """See Driver."""
         compiled = self.cache.get(source, self._target, self._compile)
-        return CudaModule(self, source, compiled.image, compiled.usage)
+        try:
+            return CudaModule(self, source, compiled.image, compiled.usage)
+        except self._errors as error:
+            raise CompileFailed(
+                f"{source.name} for {self._target} cannot be loaded on {self.title}: {error}"
+            ) from error
 
     def _compile(self, source: HandlerSource) -> nvrtc.Machine:
         return self._nvrtc.compile(source.text, source.name, self._compile_for, OPTIONS)
@@ -140,7 +163,10 @@ class CudaDriver:
     def device_buffer(self, byte_count: int) -> Buffer:
         """See Driver."""
         with self.device:
-            memory = self.cupy.cuda.alloc(byte_count)
+            try:
+                memory = self.cupy.cuda.alloc(byte_count)
+            except self.cupy.cuda.memory.OutOfMemoryError as error:
+                raise CaptureError(f"no {byte_count} bytes of the device's memory: {error}") from error
             self.cupy.cuda.runtime.memset(memory.ptr, 0, byte_count)
             self.cupy.cuda.runtime.streamSynchronize(0)
         return Buffer(int(memory.ptr), byte_count, None, memory)
@@ -149,7 +175,10 @@ class CudaDriver:
         """See Driver."""
         runtime = self.cupy.cuda.runtime
         with self.device:
-            address = runtime.hostAlloc(byte_count, runtime.hostAllocMapped | runtime.hostAllocPortable)
+            try:
+                address = runtime.hostAlloc(byte_count, runtime.hostAllocMapped | runtime.hostAllocPortable)
+            except runtime.CUDARuntimeError as error:
+                raise CaptureError(f"no {byte_count} bytes of pinned memory: {error}") from error
         host = bytes_at(address, byte_count)
         host[:] = 0
         return Buffer(address, byte_count, host, _Pinned(runtime, address))
@@ -186,9 +215,7 @@ class CudaDriver:
 
         pointer = torch.cuda.current_stream(self.index).cuda_stream
         if pointer not in self._foreign:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # CuPy 14 has a newer name, which CuPy 13 has not
-                self._foreign[pointer] = CudaStream(self, self.cupy.cuda.ExternalStream(pointer, self.index))
+            self._foreign[pointer] = CudaStream(self, ForeignStream(self.cupy.cuda.runtime, pointer))
         return self._foreign[pointer]
 
     def copy(self, target: int, source: int, byte_count: int, stream: Any) -> None:

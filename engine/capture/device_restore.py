@@ -59,7 +59,7 @@ class DeviceRestore:
 
     def put(self, piece: Piece) -> bool:
         """The rows are there after `flush`. False: not by handlers, the caller copies."""
-        if not self.ready():
+        if not self.ready() or not self._has_halves():
             return False
         start, first = piece.start, piece.take[0]
         low = max(start, min(piece.firsts[at] for at in self._arena.group_windows))
@@ -93,10 +93,17 @@ class DeviceRestore:
         count = end - start
         half.pieces.append(replace(piece, start=start, frame=frame, token_count=count, take=(0, count)))
 
+    def _has_halves(self) -> bool:
+        """Pinned memory is taken with the first piece; without any, the framework copies."""
+        if not self._halves:
+            try:
+                self._halves = [Half(self._make(self._half_bytes), self._rows.new_list()) for _ in range(2)]
+            except CaptureError as error:
+                self.failed = str(error)
+        return bool(self._halves)
+
     def _room_for(self, size: int) -> Half:
         """The half that is filled now, with room for so many bytes more."""
-        if not self._halves:
-            self._halves = [Half(self._make(self._half_bytes), self._rows.new_list()) for _ in range(2)]
         half = self._halves[0]
         if half.used + size > self._half_bytes or len(half.pieces) == RANGES_A_LAUNCH:
             self._launch(half)

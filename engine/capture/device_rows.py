@@ -1,9 +1,10 @@
 """Stage *capture* on a GPU: the arena's new rows by the row gatherer, instead of a copy a group by the framework. With them come the
 handlers that restore (device_restore.py) and the gatherer inside a decode step's graph (engine/decode_graph.py).
 
-One launch takes the rows of all layers and all sequences of a step into tier 0 (`ahead`); a single range goes straight into the lane
-where the lane's memory could be registered with CUDA. Anything that is missing (CuPy, a compiler, memory that can be pinned) leaves
-the framework's copies in charge, with a reason that `concordia doctor`, the log and the engine's statistics show. Main thread only.
+One launch takes the rows of all layers and all sequences of a step (`ahead`) straight into the records that the lane holds ready for
+them, where the lane's memory could be registered with CUDA, else into tier 0. Anything that is missing (CuPy, a compiler, memory that can
+be pinned) leaves the framework's copies in charge, with a reason that `concordia doctor`, the log and the engine's statistics show.
+Main thread only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from engine.arena import Arena, Slot
+from engine.arena import Arena, Range, Slot
 from engine.capture.device_restore import DeviceRestore
-from engine.capture.driver import Buffer, Driver
+from engine.capture.driver import Buffer, Driver, constant_words
 from engine.capture.errors import CaptureError
 from engine.capture.executor import Executor, unsupported
 from engine.capture.handlers import RowRange
@@ -54,6 +55,7 @@ class DeviceRows:
     lane   why the lane's memory is not written in place; empty if it is
     failed why the handlers were given up; empty while they work
     costs  what each way cost, where it was measured
+    in_lane  ranges of steps that were gathered into the lane in place
     """
 
     arena: Arena
@@ -64,10 +66,14 @@ class DeviceRows:
     failed: str = ""
     costs: list[LaunchCost] = field(default_factory=list)
     launches: int = 0
+    in_lane: int = 0
     restore: DeviceRestore = field(init=False)
     _registered: Buffer | None = None
+    # By slot and range, the frames that hold gathered rows, and those that the next replay of a step fills.
     _staged: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
     _armed: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    _in_lane: set[tuple[int, int, int]] = field(default_factory=set)  # of both, those that are the lane's own memory
+    _is_armed: bool = False
     _in_flight: bool = False
     _words: Buffer | None = None
     _ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
@@ -92,6 +98,7 @@ class DeviceRows:
             return False
 
     def _gather(self, items: list[RowRange]) -> bool:
+        self._end_flight()  # a replay that nobody collected reads the same list
         try:
             self.rows.gather(items)
         except CaptureError as error:
@@ -104,41 +111,93 @@ class DeviceRows:
         self.failed = str(error)
         log.error("capture.handlers_failed", reason=self.failed, way="the framework copies rows from now on")
 
-    def ahead(self, ranges: Iterable[tuple[Slot, int, int]]) -> None:
-        """Gather the ranges of a step together, so that each `copy_out` of one of them finds it in host memory."""
+    def gathered(self) -> bool:
+        """Whether the step that just ran has gathered what it was armed with; returns when that can be read."""
         self._staged.clear()
-        if self._armed:
-            self._collect()
-            return
-        wanted = [(slot, start, end) for slot, start, end in ranges if end > start]
+        if not self._is_armed:
+            return False
+        self._end_flight()
+        self._staged, self._armed, self._is_armed = self._armed, {}, False
+        self.launches += 1
+        self.in_lane += len(self._in_lane)
+        return True
+
+    def ahead(self, ranges: Iterable[Range]) -> None:
+        """Gather the ranges of a step together, so that each `copy_out` of one of them finds it in host memory."""
+        wanted = self._on_device(ranges)
         if len(wanted) < 2 or not self.ready():
             return  # a single range goes into the lane without a stop
-        items, staged = self._lay_out(wanted)
+        try:
+            items, staged = self._lay_out(wanted)
+        except CaptureError as error:
+            self._give_up(error)
+            return
         if self._gather(items):
             self._staged = staged
+            self.in_lane += len(self._in_lane)
 
-    def _lay_out(
-        self, wanted: list[tuple[Slot, int, int]]
-    ) -> tuple[list[RowRange], dict[tuple[int, int, int], np.ndarray]]:
-        """Places in tier 0 for ranges, and who will look for them there."""
+    def _on_device(self, ranges: Iterable[Range]) -> list[Range]:
+        """Those whose rows the arena still holds: a window may have slid on since they were announced."""
+        return [item for item in ranges if self.arena.oldest(item.slot) <= item.start < item.end]
+
+    def _lay_out(self, wanted: list[Range]) -> tuple[list[RowRange], dict[tuple[int, int, int], np.ndarray]]:
+        """Where ranges go, in the lane or in tier 0, and who will look for them there."""
+        self._in_lane.clear()
         token_bytes = self.rows.shape.token_bytes
-        total = sum(((end - start) * token_bytes + 15) & -16 for _, start, end in wanted)
-        if total > self._ring.size:
-            self._grow(total)
+        sizes = [((item.end - item.start) * token_bytes + 15) & -16 for item in wanted if item.frame is None]
+        if sum(sizes) > self._ring.size:
+            self._grow(sum(sizes))
         items, staged, at = [], {}, 0
-        for slot, start, end in wanted:
-            size = (end - start) * token_bytes
-            frame = self._ring[at : at + size]
+        for slot, start, end, place in wanted:
+            key, frame = (slot.index, start, end), place
+            if frame is None:
+                size = (end - start) * token_bytes
+                frame = self._ring[at : at + size]
+                at += (size + 15) & -16
+            else:
+                self._in_lane.add(key)
             items.append(self._range(slot, start, end, frame))
-            staged[(slot.index, start, end)] = frame
-            at += (size + 15) & -16
+            staged[key] = frame
         return items, staged
+
+    # ------------------------------------------------------------ straight into the lane
+
+    @property
+    def reaches_lane(self) -> bool:
+        """Whether rows can be gathered into the lane in place."""
+        return self._registered is not None and self.ready()
+
+    def leave_lane(self) -> None:
+        """What of the lane was promised to ranges is somebody else's from now on: nothing is written there, nothing looked for."""
+        self._end_flight()
+        for key in self._in_lane:
+            self._staged.pop(key, None)
+            self._armed.pop(key, None)
+        self._in_lane.clear()
+
+    def _end_flight(self) -> None:
+        """Wait for a step that gathers its own rows."""
+        if self._in_flight:
+            self.device.step_event().wait()
+            self._in_flight = False
 
     # ------------------------------------------------------------ inside a step's graph
 
     def recordable(self) -> str:
         """Names the gatherer that a step's graph can have inside now; "" where rows are not launched by graphs, or not by handlers."""
-        return self.rows.gatherer.source.digest if self.way == "graph" and self.ready() else ""
+        if self.way != "graph" or not self.ready() or not self._has_words():
+            return ""
+        return self.rows.gatherer.source.digest
+
+    def _has_words(self) -> bool:
+        """Where the recorded gatherer reads what it is to do: made before anything is recorded."""
+        if self._words is None:
+            assert isinstance(self.device.launcher, GraphLaunch), "recorded by graphs only"
+            try:
+                self._words = self.device.launcher.words()
+            except CaptureError as error:
+                self._give_up(error)
+        return self._words is not None
 
     def record_into_step(self, row_count: int) -> None:
         """Put the gatherer on the framework's stream, behind a step of so many rows; it reads what `arm` wrote last."""
@@ -147,40 +206,35 @@ class DeviceRows:
         blocks = self.device.blocks(module, row_count * self.rows.shape.token_bytes // 512)
         launcher.record(module, blocks, self.device.driver.current_stream(), self._words)
 
-    def arm(self, ranges: Iterable[tuple[Slot, int, int]]) -> bool:
+    def arm(self, ranges: Iterable[Range]) -> bool:
         """Say what the next replay of a step gathers; False: nothing, and `ahead` gathers what there is."""
-        if self._in_flight:
-            self.device.step_event().wait()  # the last replay still reads these words
-        if self._words is None:
-            assert isinstance(self.device.launcher, GraphLaunch), "recorded by graphs only"
-            self._words = self.device.launcher.words()
-        wanted = [(slot, start, end) for slot, start, end in ranges if end > start]
+        self._end_flight()  # the last replay may still read these words
+        assert self._words is not None, "what is not recordable is not armed"
+        wanted = self._on_device(ranges)
         if len(wanted) > RANGES_A_LAUNCH:
             wanted = []
-        items, self._armed = self._lay_out(wanted)
+        try:
+            items, self._armed = self._lay_out(wanted)
+        except CaptureError as error:
+            self._give_up(error)  # the replay to come has the gatherer still: it finds nothing to do
+            items, wanted = [], []
         words = self._words.array("<u8", WORD_COUNT)
         words[:] = 0
         given = self.rows.words_for(items)
         words[: len(given)] = given
-        self._in_flight = True
-        return bool(wanted)
+        self._in_flight, self._is_armed = True, bool(wanted)
+        return self._is_armed
 
     def disarm(self) -> None:
         """No replay came; rows are gathered as ever."""
-        self._armed = {}
-
-    def _collect(self) -> None:
-        """The replay has gathered: wait for the end of the step."""
-        self.device.step_event().wait()
-        self._in_flight = False
-        self._staged, self._armed = self._armed, {}
-        self.launches += 1
+        self._armed, self._is_armed = {}, False
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame`, as Arena.copy_out does it."""
         staged = self._staged.pop((slot.index, start, end), None)
         if staged is not None:
-            np.copyto(frame, staged)
+            if staged is not frame:
+                np.copyto(frame, staged)
             return
         if not self.ready() or not self._gather([self._range(slot, start, end, frame)]):
             self.arena.copy_out(slot, start, end, frame)
@@ -205,6 +259,7 @@ class DeviceRows:
 
     def move_lane(self, ring: np.ndarray) -> None:
         """The engine goes on in another lane: register its ring instead. Call before the old lane is closed."""
+        self.leave_lane()
         old, self._registered, self.lane = self._registered, None, ""
         self.reach_lane(ring)
         if old is not None:
@@ -214,6 +269,7 @@ class DeviceRows:
     def close(self) -> None:
         """Let the device and the lane's memory go; call before the lane is closed."""
         self.arena.applier = None
+        self.leave_lane()
         self.device.close()
         if self._registered is not None:
             self.device.driver.unregister(self._registered)
@@ -260,8 +316,7 @@ def _measured(
     from engine.capture import source
 
     module = driver.load(source.row_gatherer(shape))
-    bases = driver.mapped_buffer(8 * len(arena.groups))
-    bases.array("<u8", len(arena.groups))[:] = [memory_of(group).address for group in arena.groups]
+    bases = constant_words(driver, [memory_of(group).address for group in arena.groups])
     frame = driver.mapped_buffer(shape.token_bytes)
     item = driver.mapped_buffer(32)
     item.array("<u8", 1)[0] = frame.address

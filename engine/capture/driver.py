@@ -4,6 +4,7 @@ the tests have one that runs the kernels' own source on the CPU. Addresses are p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,13 +78,13 @@ class Driver(Protocol):
     multiprocessors: int
 
     def load(self, source: HandlerSource) -> Module:
-        """Compile, or take from the cache, and load. Raises CompileFailed."""
+        """Compile, or take from the cache, and load. Raises CompileFailed, also where the device refuses what came of it."""
 
     def device_buffer(self, byte_count: int) -> Buffer:
-        """Zeroed memory of the device."""
+        """Zeroed memory of the device. Raises CaptureError if there is none."""
 
     def mapped_buffer(self, byte_count: int) -> Buffer:
-        """Zeroed host memory, pinned, that the device reads and writes in place."""
+        """Zeroed host memory, pinned, that the device reads and writes in place. Raises CaptureError if there is none."""
 
     def register(self, array: np.ndarray) -> Buffer:
         """Pin and map existing host memory (a lane's `mmap`). Raises CaptureError with the reason if that cannot be."""
@@ -113,3 +114,14 @@ class Driver(Protocol):
 def aligned(size: int, quantum: int = 256) -> int:
     """`size` rounded up."""
     return -(-size // quantum) * quantum
+
+
+def constant_words(driver: Driver, values: Sequence[int]) -> Buffer:
+    """A list of u64 that handlers read and nobody changes: on the device, so that they need not cross the bus for it."""
+    size = 8 * max(1, len(values))
+    staged, kept = driver.mapped_buffer(size), driver.device_buffer(size)
+    staged.array("<u8", len(values))[:] = values
+    stream = driver.stream()
+    driver.copy(kept.address, staged.address, size, stream)
+    stream.synchronize()
+    return kept

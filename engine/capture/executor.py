@@ -237,8 +237,10 @@ class Executor:
     def tend(self) -> None:
         """Complete what is done, and bring the executor back if tasks wait for one that left."""
         with self._lock:
+            if self._closed:  # in a forked child the ring's memory may not even be there
+                return
             self._reap()
-            if self._freed < self._head and not self.stuck and not self._closed:
+            if self._freed < self._head and not self.stuck:
                 self._run()
 
     # ------------------------------------------------------------ the resident block
@@ -360,12 +362,14 @@ class Executor:
 
 
 _live: weakref.WeakSet[Executor] = weakref.WeakSet()
+_held: list[Executor] = []  # while a fork is under way; others may be made or let go of meanwhile
 _kept_for_ever: list[Any] = []  # of executors that are stuck
 
 
 def _hold_all() -> None:
     """Before a fork: no executor is resident, and none starts until the fork is over."""
-    for executor in list(_live):
+    _held.extend(_live)
+    for executor in _held:
         executor._lock.acquire()
         try:
             executor.stop()
@@ -374,15 +378,17 @@ def _hold_all() -> None:
 
 
 def _let_all_go() -> None:
-    for executor in list(_live):
-        executor._lock.release()
+    while _held:
+        _held.pop()._lock.release()
 
 
 def _disown_all() -> None:
     """In a forked child the device is not ours: whatever the parent had is out of reach."""
-    for executor in list(_live):
+    for executor in [*_live, *_held]:
         executor._closed = True
-        executor._lock.release()
+    # Not freed either: the driver's memory and code are the parent's.
+    _kept_for_ever.extend(_live)
+    _let_all_go()
     _live.clear()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from engine.capture import source
-from engine.capture.driver import Buffer, Driver, Event, Module, aligned
+from engine.capture.driver import Buffer, Driver, Event, Module, aligned, constant_words
 from engine.capture.errors import BadRegion
 from engine.capture.handlers import Applied, Delta, RowRange
 from engine.capture.launch import Launcher, SideStream, Ticket
@@ -84,9 +84,9 @@ class KernelDevice:
         return launcher.launch(module, words, self.blocks(module, units), after)
 
     def blocks(self, module: Module, units: int) -> int:
-        """How many blocks: enough for a warp a unit, at most three a multiprocessor."""
-        warps = module.source.threads // 32
-        return max(1, min(-(-units // warps), 3 * self.driver.multiprocessors))
+        """How many blocks: enough for a warp a unit, at most as many as are resident at once; a rest would run half as wide."""
+        warps, most = module.source.threads // 32, module.source.residents * self.driver.multiprocessors
+        return max(1, min(-(-units // warps), most))
 
     def step_event(self) -> Event:
         """A point behind all that the framework's stream holds by now: the step whose changes are wanted."""
@@ -156,9 +156,9 @@ class KernelPages:
 
     def _prepare(self, memory: Memory, page_bytes: int, bitmap: bool) -> _PageHandlers:
         device = self._device
-        units = -(-memory.byte_count // page_bytes)
-        warps = 24 * device.driver.multiprocessors
-        batch = 32 if bitmap else max(1, min(32, units // warps))
+        page_count = -(-memory.byte_count // page_bytes)
+        warps = source.THREADS // 32 * source.SCAN_RESIDENTS * device.driver.multiprocessors
+        batch = 32 if bitmap else max(1, min(32, page_count // warps))
         try:
             shape = PageShape(page_bytes, memory.byte_count, memory.alignment, bitmap, batch, device.hash_bits)
         except ValueError as error:
@@ -175,7 +175,9 @@ class KernelPages:
 
     def _stage(self, page_bytes: int) -> None:
         """Mapped memory for one part of a delta, laid out as kernels/page_scan.cuh says, and the counters on the device."""
-        self._room = max(1, min(self._now.shape.page_count, _STAGING_BYTES // page_bytes))
+        # A word of marks is taken whole, so all of its pages must find room.
+        least = 32 if self._now.shape.bitmap else 1
+        self._room = min(self._now.shape.page_count, max(least, _STAGING_BYTES // page_bytes))
         self._places = Places.of(self._room, page_bytes)
         self._staging = self._device.driver.mapped_buffer(self._places.byte_count)
         self._counters = self._device.driver.device_buffer(4 * (_REPORT_WORDS + 1))
@@ -377,8 +379,7 @@ class KernelRows:
         self.shape = shape
         self._gather = device.compile(source.row_gatherer(shape))
         self._scatter = device.compile(source.row_scatterer(shape))
-        self._bases = device.driver.mapped_buffer(8 * max(1, len(groups)))
-        self._bases.array("<u8", len(groups))[:] = [memory.address for memory in groups]
+        self._bases = constant_words(device.driver, [memory.address for memory in groups])
         self._list = self.new_list()
         self._staging = device.driver.mapped_buffer(_STAGING_BYTES)
         self._reachable: list[Buffer] = []
@@ -503,8 +504,7 @@ class KernelState:
         self.byte_count = shape.byte_count
         self._save = device.compile(source.snapshotter(shape))
         self._restore = device.compile(source.snapshot_restorer(shape))
-        self._bases = device.driver.mapped_buffer(8 * max(1, len(parts)))
-        self._bases.array("<u8", len(parts))[:] = [memory.address for memory in parts]
+        self._bases = constant_words(device.driver, [memory.address for memory in parts])
         self._copies = device.driver.stream()
         self._host = device.driver.mapped_buffer(aligned(shape.byte_count))
 

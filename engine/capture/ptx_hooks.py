@@ -14,7 +14,14 @@ from typing import Any
 import structlog
 
 from engine.capture.errors import NoDevice
-from engine.capture.ptx_marks import REGIONS, Instrumented, MarkedRange, instrument, regions_table
+from engine.capture.ptx_marks import (
+    MARKS_VERSION,
+    REGIONS,
+    Instrumented,
+    MarkedRange,
+    instrument,
+    regions_table,
+)
 
 log = structlog.get_logger()
 
@@ -32,12 +39,15 @@ def load(ptx: str) -> tuple[Any, Instrumented]:
 
 
 def fill(module: Any, ranges: Sequence[MarkedRange]) -> None:
-    """Register ranges with an instrumented module; takes effect for launches after it."""
-    from cupy.cuda import runtime
+    """Register ranges with an instrumented module; takes effect for launches after it.
+
+    module  a `cupy.cuda.Module`, or the driver's handle (int), as `module` of a kernel that Triton compiled
+    """
+    from cupy.cuda import driver, runtime
 
     table = regions_table(ranges)
     source = ctypes.create_string_buffer(table, len(table))
-    target = module.get_global_var(REGIONS)
+    target = driver.moduleGetGlobal(module, REGIONS) if isinstance(module, int) else module.get_global_var(REGIONS)
     runtime.memcpy(
         int(getattr(target, "ptr", target)), ctypes.addressof(source), len(table), runtime.memcpyHostToDevice
     )
@@ -69,9 +79,13 @@ def triton_kernels_mark(seen: Callable[[Instrumented], None]) -> Iterator[None]:
 
     before = knobs.runtime.add_stages_inspection_hook
 
-    def hook(backend: Any = None, stages: Any = None, *rest: Any, **options: Any) -> Any:
-        if stages is None:  # asked for what belongs into the cache's key
-            return "concordia-marks", "concordia-marks-1"
+    def hook(*arguments: Any) -> Any:
+        if not arguments:  # asked for what belongs into the cache's key
+            key, digest = before() if before is not None else ("", "")
+            return f"{key}concordia-marks", f"{digest}concordia-marks-{MARKS_VERSION}"
+        if before is not None:
+            before(*arguments)
+        stages = arguments[1]
         stages["ptx"] = instrumented_stage(stages["ptx"], seen)
         return None
 

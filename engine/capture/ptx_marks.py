@@ -3,8 +3,9 @@
 Behind every store that can reach global memory stands a call that looks the address up in a table of registered ranges and sets its
 page's bit: such a region needs no scan (the BITMAP mode of kernels/page_scan.cuh). Parameters stay as they are; the table is a
 variable of the module that the host fills (`REGIONS`). Entries, barriers and returns of kernels get numbered safe points. Marks are
-read behind the kernel, in the order of its stream. Writes that go round the registers (bulk copies, `multimem`) are listed in
-`unmarked`: a region that such a kernel can reach must be scanned. Pure. Source: NVIDIA, PTX ISA 8.8 and 9.x.
+read behind the kernel, in the order of its stream. Writes of more than one address (bulk copies, `multimem`, matrix fragments) and calls
+of functions that are not in the module are listed in `unmarked`: a region that such a kernel can reach must be scanned. Pure.
+Source: NVIDIA, PTX ISA 8.8 and 9.x.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from engine.capture.ptx_text import Function, Statement, functions
 
 REGIONS = "concordia_regions"
 SAFE_POINTS = "concordia_safe_points"
+MARKS_VERSION = 2  # of what is put in: a compiler's cache must not hand out text of another one
 RANGE_COUNT = 8
 REGIONS_BYTES = 8 + 32 * RANGE_COUNT
 SAFE_POINTS_BYTES = 8
 
 _ADDRESS = re.compile(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\s*(?:0x[0-9a-fA-F]+|\d+)))?\s*\]")
-_MOVES_ROUND_REGISTERS = re.compile(
-    r"(?:cp\.async\.bulk|cp\.reduce\.async\.bulk)\S*\.global|^(?:multimem\.(?:st|red)|st\.async|red\.async|st\.bulk)"
+# The destination's space comes first: a bulk copy from global to shared memory is a load.
+_WRITES_AT_LARGE = re.compile(
+    r"^(?:cp(?:\.reduce)?\.async\.bulk(?:\.tensor\.\dd)?\.global\b"
+    r"|multimem\.(?:st|red|cp)\b|wmma\.store\b|(?:st|red)\.async\b|st\.bulk\b|sust\b|sured\b|discard\b"
+    r"|tensormap\.(?:replace|cp_fenceproxy)\b)"
 )
+_CALL = re.compile(r"(?:\([^)]*\)\s*,\s*)?([%$\w]+)")
+# Of the device's runtime; they write to its own buffers.
+_HARMLESS = {"vprintf", "__assertfail", "malloc", "free"}
 _STORES = re.compile(r"^(?:st|red|atom)\b")
 _OTHER_SPACES = re.compile(r"\.(?:shared|local|param|const)\b")
 _BARRIERS = re.compile(r"^(?:bar(?:rier)?(?:\.cta)?\.(?:sync|red)|barrier\.cluster\.wait)\b")
@@ -46,7 +54,7 @@ class Instrumented:
     """The new text, and what was put into it.
 
     stores    marked stores by function
-    unmarked  writes that are not marked, as "function: instruction"
+    unmarked  what can write and is not marked, as "function: instruction"
     """
 
     text: str
@@ -64,8 +72,10 @@ def instrument(text: str) -> Instrumented:
         raise ValueError("only PTX with .address_size 64 can be instrumented")
     result = Instrumented(text)
     edits: list[tuple[int, str]] = [(header.end(), "\n" + _support())]
-    for function in functions(text):
-        edits += _marks(function, result)
+    found = functions(text)
+    known = {function.name for function in found} | _HARMLESS
+    for function in found:
+        edits += _marks(function, result, known)
         if function.is_entry:
             edits += _safe_points(function, result)
     result.text = _with_edits(text, edits)
@@ -83,11 +93,11 @@ def _with_edits(text: str, edits: list[tuple[int, str]]) -> str:
 # ---------------------------------------------------------------- marks
 
 
-def _marks(function: Function, result: Instrumented) -> list[tuple[int, str]]:
+def _marks(function: Function, result: Instrumented, known: set[str]) -> list[tuple[int, str]]:
     edits = []
     for statement in function.statements:
         operation = statement.operation
-        if _MOVES_ROUND_REGISTERS.search(operation):
+        if _writes_at_large(operation) or _calls_elsewhere(statement, known):
             result.unmarked.append(f"{function.name}: {statement.code.strip()}")
             continue
         if not _STORES.match(operation) or _OTHER_SPACES.search(operation):
@@ -103,6 +113,19 @@ def _marks(function: Function, result: Instrumented) -> list[tuple[int, str]]:
         overwritten = statement.operands.startswith(address.group(1) + ",")
         edits.append((statement.start, call + "\n\t") if overwritten else (statement.end, call))
     return edits
+
+
+def _writes_at_large(operation: str) -> bool:
+    match = _WRITES_AT_LARGE.match(operation)
+    return match is not None and not (".shared" in operation and match.group().startswith(("st.", "red.", "wmma.")))
+
+
+def _calls_elsewhere(statement: Statement, known: set[str]) -> bool:
+    """Whether code runs that is not in this module, or that a register names."""
+    if statement.operation.split(".")[0] != "call":
+        return False
+    target = _CALL.match(statement.operands)
+    return target is None or target.group(1) not in known
 
 
 def _mark_call(number: int, statement: Statement, address: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 A handler is one function, `operate(words, crew)`, and four ways in: `run` (words by value, for a stream), `run_indirect` (words
 in mapped memory, for a captured graph), `as_operator` (the executor calls it through its table) and `operator_address`.
+`operate` has no shared memory of its own: called by the executor, it would have the addresses of the executor's.
 The text is self-contained, so its digest names it in the cache.
 """
 
@@ -19,16 +20,19 @@ WORD_COUNT = 12
 # Operators of the executor stay under what `room_for_operators` (kernels/executor.cu) reserves; kernels have bounds of their own.
 OPTIONS = ("--maxrregcount=96",)
 PAGE_QUANTUM = 512  # a warp's lanes times 16 bytes
+THREADS = 256  # of a block
+SCAN_RESIDENTS = 2
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class HandlerSource:
-    """A handler to be compiled: `text` is CUDA C++, `threads` the block size that it is compiled for."""
+    """A handler to be compiled: `text` is CUDA C++, `threads` the block size and `residents` the blocks a multiprocessor that it is for."""
 
     name: str
     text: str
     threads: int = 256
+    residents: int = 3
 
     @property
     def digest(self) -> str:
@@ -57,8 +61,8 @@ class PageShape:
     batch: int = 8
     hash_bits: int = 64
     in_flight: int = 8
-    residents: int = 2
-    threads: int = 256
+    residents: int = SCAN_RESIDENTS
+    threads: int = THREADS
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.page_bytes % PAGE_QUANTUM:
@@ -272,8 +276,10 @@ def _handler(name: str, constants: list[str], files: list[str], threads: int, re
             # One body for the two ways that do not mind a call.
             "__device__ __noinline__ void call(const u64* words, Crew crew) { handler::operate(words, crew); }",
             f'extern "C" __global__ void {bounds} run_indirect(const u64* task) {{',
-            "    u64 words[WORD_COUNT];",
-            "    for (u32 i = 0; i < WORD_COUNT; i++) words[i] = load_relaxed(task + i);",
+            # The words lie in the host's memory: read once a block, not once a thread.
+            "    __shared__ u64 words[WORD_COUNT];",
+            "    if (threadIdx.x < WORD_COUNT) words[threadIdx.x] = load_relaxed(task + threadIdx.x);",
+            "    __syncthreads();",
             "    call(words, grid_crew());",
             "}",
             "__device__ void as_operator(const u64* words) { call(words, block_crew()); }",
@@ -281,7 +287,7 @@ def _handler(name: str, constants: list[str], files: list[str], threads: int, re
             "",
         ]
     )
-    return HandlerSource(name, text, threads)
+    return HandlerSource(name, text, threads, residents)
 
 
 @cache

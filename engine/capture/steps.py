@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from engine.arena import Arena, Slot
+from engine.arena import Arena, Range, Slot
 from engine.messages import adapter_root
 from tiers.errors import LaneFull, LaneShareFull
-from tiers.lane import LaneWriter
+from tiers.lane import LaneWriter, Reservation, SealedReservation
 from tiers.layout import RootId, SequenceId, sequence_id
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Capture:
     without: str = ""
     windows_lost: int = 0
     record_tokens: int = field(init=False)
+    _reserved: dict[tuple[int, int, int], Reservation] = field(default_factory=dict)  # by slot and range
 
     def __post_init__(self) -> None:
         # A small lane must take several records, or a full one would never have room again.
@@ -81,7 +82,9 @@ class Capture:
         """How rows get off the device, with the reason if handlers could do it and don't; "" on a CPU."""
         if self.rows is None:
             return f"copy: {self.without}" if self.without else ""
-        return f"copy: {self.rows.failed}" if self.rows.failed else self.rows.way
+        if self.rows.failed:
+            return f"copy: {self.rows.failed}"
+        return f"{self.rows.way}, through tier 0: {self.rows.lane}" if self.rows.lane else self.rows.way
 
     @property
     def restore_by(self) -> str:
@@ -98,18 +101,32 @@ class Capture:
 
     def ahead(self, captures: list[tuple[Cursor, Slot, int]]) -> None:
         """Announce a step's captures, each with the position that it will go to: on a GPU one launch gathers them all."""
-        if self.rows is None:
+        if self.rows is None or self.rows.gathered():
             return
         began = time.perf_counter()
         self.rows.ahead(self.ranges(captures))
         self.seconds += time.perf_counter() - began
 
-    def ranges(self, captures: list[tuple[Cursor, Slot, int]]) -> list[tuple[Slot, int, int]]:
-        """The first record of each of a step's captures, as `advance` will cut it: slot, first and end position."""
-        return [
-            (slot, cursor.position, min(end, cursor.position + self._most_tokens(slot)))
+    def before_step(self, captures: list[tuple[Cursor, Slot, int]]) -> list[Range]:
+        """As `ranges`, for a step that may gather its rows itself; nothing where none does."""
+        return self.ranges(captures) if self.rows is not None and self.rows.recordable() else []
+
+    def ranges(self, captures: list[tuple[Cursor, Slot, int]]) -> list[Range]:
+        """The first record of each of a step's captures, as `advance` will cut it, with its place in the lane if it is filled there."""
+        found = [
+            (cursor, Range(slot, cursor.position, min(end, cursor.position + self._most_tokens(slot))))
             for cursor, slot, end in captures
+            if not cursor.lost and self.arena.oldest(slot) <= cursor.position < end
         ]
+        self._reserved.clear()
+        if self.rows is None or not self.rows.reaches_lane or not all(cursor.opened for cursor, _ in found):
+            return [item for _, item in found]
+        wanted = [(item.end - item.start, item.slot.namespace) for _, item in found]
+        places = self.lane.reserve_rows_together(self.arena.layout, wanted, self.rows.leave_lane)
+        for (_, item), place in zip(found, places, strict=False):
+            self._reserved[(item.slot.index, item.start, item.end)] = place
+        frames = [*(place.frame for place in places), *[None] * (len(found) - len(places))]
+        return [item._replace(frame=frame) for (_, item), frame in zip(found, frames, strict=True)]
 
     def advance(self, cursor: Cursor, slot: Slot) -> bool:
         """Copy the slot's state from the cursor to the slot's length; False if the lane had no room for all of it."""
@@ -155,6 +172,7 @@ class Capture:
     def renew(self, lane: LaneWriter) -> None:
         """Go on in another lane; the old one is let go of, for the keeper to drain."""
         old, self.lane = self.lane, lane
+        self._reserved.clear()
         if self.rows is not None:
             self.rows.move_lane(lane.ring)
         old.close()
@@ -201,7 +219,11 @@ class Capture:
 
     def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
         start = cursor.position
-        reservation = self.lane.reserve_rows(self.arena.layout, end - start, slot.namespace)
+        promised = self._reserved.pop((slot.index, start, end), None)
+        if promised is not None and self.lane.holds(promised):
+            reservation: Reservation | SealedReservation = promised
+        else:
+            reservation = self.lane.reserve_rows(self.arena.layout, end - start, slot.namespace)
         (self.rows or self.arena).copy_out(slot, start, end, reservation.frame)
         reservation.commit(cursor.sequence, cursor.epoch, start, slot.tokens[start:end])
         cursor.position = end

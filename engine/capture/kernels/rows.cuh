@@ -70,15 +70,22 @@ struct Groups<GROUP_COUNT> {
     static __device__ __forceinline__ void move(const u64*, const u32*, const u32*, u8*, const Item&, Crew) {}
 };
 
+// Blocks share the items out: one token of a sequence is too little for a whole grid, and what describes an item lies in the host's
+// memory, so that a block that read all of them one after another would wait for the bus as often.
 __device__ void operate(const u64* words, Crew crew) {
     const u64* bases = reinterpret_cast<const u64*>(words[0]);
     const Item* items = reinterpret_cast<const Item*>(words[1]);
     const u32* firsts = reinterpret_cast<const u32*>(words[3]);
     const u32* spans = reinterpret_cast<const u32*>(words[4]);
-    for (u32 i = 0; i < u32(words[2]); i++) {
+    const u32 count = u32(words[2]), blocks = crew.threads / blockDim.x, block = crew.thread / blockDim.x;
+    const u32 teams = count < blocks ? count : blocks;
+    if (teams == 0) return;
+    const u32 team = block % teams, members = blocks / teams + (team < blocks % teams);
+    const Crew own{block / teams * blockDim.x + threadIdx.x, members * blockDim.x};
+    for (u32 i = team; i < count; i += teams) {
         const Item item = items[i];
         const u32* here = firsts ? firsts + i * GROUP_COUNT : nullptr;
         const u32* parts = spans ? spans + 2 * i * GROUP_COUNT : nullptr;
-        if (item.count) Groups<0>::move(bases, here, parts, reinterpret_cast<u8*>(item.frame), item, crew);
+        if (item.count) Groups<0>::move(bases, here, parts, reinterpret_cast<u8*>(item.frame), item, own);
     }
 }

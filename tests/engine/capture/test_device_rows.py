@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +86,7 @@ def test_the_lane_holds_the_same_with_handlers_and_without(
     run_steps(capture, arena)
     assert frames(other) == expected and len(expected) == 21
     assert rows.launches == 3 + 6, "one launch a prefill, one a step of three sequences"
+    assert rows.in_lane == (0 if rows.lane else 6 * 3), "each straight into the lane, where it can be registered"
     if way == "auto":
         assert {cost.name for cost in rows.costs} == {"stream", "graph"}, "the executor is tried once it is proven"
     capture.let_go()
@@ -145,8 +146,10 @@ def test_a_lane_that_cannot_be_registered_is_filled_through_the_ring(
     rows.reach_lane(lane.ring)
     assert rows.lane == "the limit of locked memory is too low"
     rows.rows._gather.result(60)
-    run_steps(Capture(lane, arena, ROOT, 4, rows=rows), arena)
-    assert len(frames(lane)) == 21
+    capture = Capture(lane, arena, ROOT, 4, rows=rows)
+    run_steps(capture, arena)
+    assert len(frames(lane)) == 21 and rows.in_lane == 0
+    assert capture.by == "stream, through tier 0: the limit of locked memory is too low"
     rows.close()
     lane.close()
 
@@ -163,6 +166,74 @@ def test_a_lane_that_was_left_is_written_no_more(
     assert not rows.rows._address(np.zeros_like(old)) and len(rows.rows._reachable) == 1
     rows.close()
     other.close()
+
+
+def in_turn(capture: Capture, pairs: list[tuple[Cursor, Slot]], between: Callable[[], object]) -> None:
+    """A step of all sequences, in which something happens between two of its captures."""
+    capture.ahead([(cursor, slot, slot.length + 1) for cursor, slot in pairs])
+    for cursor, slot in pairs:
+        slot.length += 1
+        assert capture.advance(cursor, slot)
+        between()
+
+
+def test_places_that_somebody_else_got_are_gathered_again(
+    arena: Arena, lane: LaneWriter, tmp_path: Path, shim_driver: ShimDriver
+) -> None:
+    rows = build(arena, shim_driver, "stream")
+    rows.reach_lane(lane.ring)
+    rows.rows.wait_ready()
+    capture = Capture(lane, arena, ROOT, 4, rows=rows)
+    pairs: list[tuple[Cursor, Slot]] = [(capture.cursor(f"s{slot.index}", 1, 0), slot) for slot in arena.slots]
+    for cursor, slot in pairs:
+        slot.length = 5
+        assert capture.advance(cursor, slot)
+    other = capture.cursor("other", 1, 0)
+    in_turn(capture, pairs, lambda: capture.lane.append_close(other.sequence, 1, 0))
+    plain = LaneWriter.open(tmp_path / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    for slot in arena.slots:
+        slot.length = 5
+    without = Capture(plain, arena, ROOT, 4)
+    pairs = [(without.cursor(f"s{slot.index}", 1, 0), slot) for slot in arena.slots]
+    for cursor, slot in pairs:
+        assert without.advance(cursor, slot)
+    in_turn(without, pairs, lambda: None)
+    assert frames(lane) == frames(plain)
+    assert rows.launches == 3 + 1 + 2, "all three together, and the two whose places were lost each alone"
+    capture.let_go()
+    without.let_go()
+
+
+def test_rows_that_a_window_has_overwritten_are_not_asked_of_the_device(
+    tmp_path: Path, shim_driver: ShimDriver
+) -> None:
+    arena = Arena.allocate(
+        [LayerShape(1, 8, 8, window=4), LayerShape(1, 8, 8)], 3, 64, torch.float32, torch.device("cpu"), step_tokens=4, block_tokens=4,
+    )  # fmt: skip
+    lane = LaneWriter.open(tmp_path / "e0.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    rows = build(arena, shim_driver, "stream")
+    rows.reach_lane(lane.ring)
+    rows.rows.wait_ready()
+    asked: list[int] = []
+    gather = rows.rows.gather
+    rows.rows.gather = lambda ranges: asked.extend(r for item in ranges for r in item.rows) or gather(ranges)  # type: ignore[method-assign]
+    capture = Capture(lane, arena, ROOT, 4, rows=rows)
+    pairs: list[tuple[Cursor, Slot]] = [(capture.cursor(f"s{slot.index}", 1, 0), slot) for slot in arena.slots]
+    for cursor, slot in pairs:
+        slot.length = 4
+        assert capture.advance(cursor, slot)
+    late, slot = pairs[0]
+    for position in range(4, 40):  # nobody captures it meanwhile
+        arena.make_room(slot, position, position + 1)
+        slot.length = position + 1
+    assert arena.oldest(slot) > late.position
+    for _ in range(2):
+        capture.ahead([(cursor, held, held.length + 1) for cursor, held in pairs])
+        for cursor, held in pairs:
+            held.length += 1
+            assert capture.advance(cursor, held)
+    assert late.lost and min(asked) >= 0
+    capture.let_go()
 
 
 def test_shapes_come_from_the_arena(arena: Arena) -> None:

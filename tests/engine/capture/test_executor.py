@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +275,56 @@ def test_a_fork_finds_it_stopped_and_the_child_cannot_use_it(shim_driver: ShimDr
     os.close(writing)
     executor.submit(NOTHING, ()).wait()
     executor.close()
+
+
+def test_a_fork_lets_go_of_just_what_it_held(shim_driver: ShimDriver) -> None:
+    first = Executor(shim_driver, ExecutorOptions(capacity=4, threads=32, lease_ms=20, idle_us=5_000))
+    executor_module._hold_all()
+    later = Executor(shim_driver, ExecutorOptions(capacity=4, threads=32, lease_ms=20, idle_us=5_000))  # meanwhile
+    executor_module._let_all_go()
+    for executor in (first, later):
+        executor.submit(NOTHING, ()).wait()
+        executor.close()
+
+
+def test_a_ticket_of_one_that_is_closed_does_not_look_at_its_memory(shim_driver: ShimDriver) -> None:
+    executor = Executor(shim_driver, ExecutorOptions(capacity=4, threads=32, lease_ms=20, idle_us=5_000))
+    ticket = executor.submit(NOTHING, ())
+    executor.close()
+    completed = ticket.completed
+    executor._ring_words = None  # type: ignore[assignment]  # as in a forked child
+    assert ticket.done() == completed
+
+
+LEFT_BEHIND = """
+import atexit, sys
+from pathlib import Path
+from engine.capture.executor import Executor, ExecutorOptions  # registers its own end first, so that it runs last
+from tests.engine.capture.shim_driver import ShimDriver
+made = []
+def look():
+    print("resident" if made[0].running else "gone", made[0].left_because)
+atexit._clear()
+from engine.capture import executor
+atexit.register(look)
+atexit.register(executor._close_all)
+made.append(Executor(ShimDriver(Path(sys.argv[1])), ExecutorOptions(capacity=4, threads=32, lease_ms=60_000, idle_us=6e7)))
+made[0].submit(0, ()).wait()
+raise RuntimeError("the engine failed")
+"""
+
+
+@pytest.mark.process
+def test_an_exception_that_ends_the_process_leaves_no_block_resident(shim_directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND, str(shim_directory)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "the engine failed" in done.stderr
+    assert done.stdout.split() == ["gone", "stopped"]
 
 
 def test_another_kind_of_processor_is_refused(shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch) -> None:

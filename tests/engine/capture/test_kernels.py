@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from engine.capture.kernel_device import KernelDevice, Places
 from engine.capture.launch import SideStream
 from engine.capture.regions import memory_of
 from engine.capture.source import PageShape
+from engine.capture.specialisations import all_handlers
 from tests.engine.capture.conftest import aligned_array
 from tests.engine.capture.shim_driver import ShimDriver
 
@@ -237,6 +240,63 @@ def test_registered_memory_is_gathered_into_in_place(shim_driver: ShimDriver) ->
     rows.gather([inside])
     assert np.array_equal(inside.frame, data.reshape(2, 8, 16)[:, 1:3].reshape(-1))
     assert (staged == 77).all(), "nothing went through the ring"
+    device.close()
+
+
+def test_any_number_of_blocks_shares_any_number_of_ranges(shim_driver: ShimDriver) -> None:
+    from engine.capture.handlers import RowRange
+    from engine.capture.plain import PlainDevice
+    from engine.capture.source import RowGroup, RowShape
+
+    rng = np.random.default_rng(8)
+    shape = RowShape((RowGroup(3, 16, 3 * 40 * 16, 40 * 16), RowGroup(1, 12, 40 * 12, 40 * 12)), threads=32)
+    arrays = [aligned_array(rng.integers(0, 256, 4 * group.slot_stride, dtype=np.uint8)) for group in shape.groups]
+    device = KernelDevice(shim_driver, SideStream(shim_driver))
+    rows = device.rows([memory_of(array) for array in arrays], shape)
+    plain = PlainDevice().rows([memory_of(array) for array in arrays], shape)
+    for blocks, count in ((1, 5), (2, 7), (7, 2), (5, 5), (9, 1), (3, 64), (8, 30)):
+        ranges, expected = [], []
+        for _ in range(count):
+            start, size = int(rng.integers(0, 30)), int(rng.integers(1, 10))
+            given = int(rng.integers(4)), start, start + size
+            for frames in (ranges, expected):
+                frames.append(RowRange(*given, np.zeros(size * shape.token_bytes, np.uint8)))
+        device.blocks = lambda module, units, blocks=blocks: blocks  # type: ignore[method-assign,misc]
+        rows.gather(ranges)
+        plain.gather(expected)
+        for got, wanted in zip(ranges, expected, strict=True):
+            assert np.array_equal(got.frame, wanted.frame), (blocks, count)
+    device.close()
+
+
+def test_no_handler_has_shared_memory_of_its_own_where_the_executor_calls_it() -> None:
+    """An operator would have the addresses of the executor's shared memory: only what is launched by itself may have some."""
+    for handler in all_handlers():
+        if handler.name != "executor":
+            operated = handler.text[: handler.text.index('extern "C" __global__')]
+            assert "__shared__" not in operated, handler.name
+
+
+def test_marks_of_large_pages_are_taken_a_word_at_a_time(
+    shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.capture.kernel_device._STAGING_BYTES", 3 * 512)
+    data = aligned_array(np.random.default_rng(9).integers(0, 256, 70 * 512, dtype=np.uint8))
+    device = KernelDevice(shim_driver, SideStream(shim_driver), seed=SEED)
+    region = device.pages(memory_of(data), 512, bitmap=True)
+    assert list(region.scan().indices) == list(range(70))
+    module, whole, marked = region._now.scan.result(), device.start, []
+
+    def start(*given: Any, **options: Any) -> None:
+        whole(*given, **options)
+        if given[0] is module and not marked:  # a kernel writes pages of the part that has just been taken
+            marked.append(True)
+            monkeypatch.setattr(device, "start", whole)
+            region.mark([3, 40])
+
+    monkeypatch.setattr(device, "start", start)
+    region.scan(everything=True)
+    assert 3 in region.scan().indices, "a mark that came behind its part is still there"
     device.close()
 
 

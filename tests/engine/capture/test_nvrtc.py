@@ -24,7 +24,7 @@ def library(major: int) -> Nvrtc:
     try:
         return nvrtc.load(major)
     except NoCompiler as error:
-        pytest.skip(f"{error} (tests: pip install 'concordia[cuda-tools]')")
+        pytest.skip(f"{error} (tests: pip install 'concordia[cuda-tools,cuda13-tools]')")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -47,9 +47,15 @@ def test_every_handler_compiles_without_spilling_a_register(architecture: str) -
 
 
 def test_the_compiler_of_cuda_13_takes_them_too() -> None:
+    """Every handler, each for one of the architectures in turn."""
     compiler = library(13)
-    for handler in all_handlers()[::3]:
-        assert compiler.compile(handler.text, handler.name, "sm_90", OPTIONS).usage()
+    for number, handler in enumerate(all_handlers()):
+        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+        usage = compiler.compile(handler.text, handler.name, architecture, OPTIONS).usage()
+        assert usage
+        for kernel, taken in usage.items():
+            assert taken.spill_bytes == 0, f"{handler.name} {kernel} for {architecture}: {taken}"
+            assert taken.registers <= _MOST_REGISTERS, f"{handler.name} {kernel} for {architecture}: {taken}"
 
 
 def test_the_ptx_of_every_handler_assembles(tmp_path: Path) -> None:

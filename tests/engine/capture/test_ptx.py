@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.capture.ptx_hooks import instrumented_stage
-from engine.capture.ptx_marks import REGIONS, REGIONS_BYTES, SAFE_POINTS, MarkedRange, instrument, regions_table
+from engine.capture.ptx_hooks import instrumented_stage, triton_kernels_mark
+from engine.capture.ptx_marks import (
+    REGIONS,
+    REGIONS_BYTES,
+    SAFE_POINTS,
+    Instrumented,
+    MarkedRange,
+    instrument,
+    regions_table,
+)
 from engine.capture.ptx_text import functions
 from tests.engine.capture.ptx_machine import Machine
 from tests.engine.capture.tools import ptxas
@@ -118,10 +129,18 @@ def test_every_kind_of_store_is_marked(store: str, tmp_path: Path) -> None:
         "st.local.b32 [%rd1], %r2;",
         "ld.global.b32 %r1, [%rd1];",
         "st.shared::cta.b32 [%r1], %r2;",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 64, [%r2];",
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r2}], [%r3];",
+        "cp.async.bulk.prefetch.L2.global [%rd1], 64;",
+        "cp.async.cg.shared.global [%r1], [%rd1], 16;",
+        "wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%r1], {%r1, %r2, %r3, %r4, %r1, %r2, %r3, %r4}, %r3;",
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3];",
+        "call.uni (%r1), vprintf, (%rd1, %rd2);",
     ],
 )
 def test_stores_elsewhere_and_loads_are_left_alone(store: str) -> None:
-    assert instrument(kernel("\t" + store)).stores == {}
+    done = instrument(kernel("\t" + store))
+    assert (done.stores, done.unmarked) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -131,6 +150,12 @@ def test_stores_elsewhere_and_loads_are_left_alone(store: str) -> None:
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r1], 64;",
         "multimem.red.global.add.u32 [%rd1], %r1;",
+        "wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%rd1], {%r1, %r2, %r3, %r4, %r1, %r2, %r3, %r4}, %r3;",
+        "wmma.store.d.sync.aligned.row.m16n16k16.f32 [%rd1], {%r1, %r2, %r3, %r4, %r1, %r2, %r3, %r4}, %r3;",
+        "discard.global.L2 [%rd1], 128;",
+        "call.uni elsewhere, (%rd1);",
+        "@%p1 call (%r1), elsewhere, (%rd1);",
+        "call (%r1), %rd2, (%rd1), prototype;",
     ],
 )
 def test_writes_round_the_registers_are_reported_not_hidden(write: str, tmp_path: Path) -> None:
@@ -169,6 +194,26 @@ def test_a_compilers_stage_hands_out_instrumented_text_or_leaves_it() -> None:
     assert "concordia_mark" in stage(sample("triton_3_9_scale"), {})
     assert stage("not ptx", {}) == "not ptx"
     assert len(seen) == 1
+
+
+def test_tritons_hook_is_there_for_a_while_and_keeps_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def earlier(*arguments: Any) -> Any:
+        calls.append(len(arguments))
+        return None if arguments else ("key", "digest")
+
+    runtime = SimpleNamespace(add_stages_inspection_hook=earlier)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
+    seen: list[Instrumented] = []
+    with triton_kernels_mark(seen.append):
+        key, digest = runtime.add_stages_inspection_hook()
+        stages = {"ptx": lambda source, metadata: sample("triton_3_9_scale")}
+        # As Triton's backend calls it: itself, stages, options, language, capability.
+        runtime.add_stages_inspection_hook(object(), stages, object(), object(), 90)
+    assert runtime.add_stages_inspection_hook is earlier and calls == [0, 5]
+    assert key.startswith("key") and digest.startswith("digest") and (key, digest) != ("key", "digest")
+    assert "concordia_mark" in stages["ptx"]("", {}) and len(seen) == 1
 
 
 def test_the_table_of_ranges_has_its_size_and_a_bound() -> None:

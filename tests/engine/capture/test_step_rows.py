@@ -69,15 +69,20 @@ def frames(engine: EngineDriver) -> dict[tuple[bytes, int, int], bytes]:
     return found
 
 
+@pytest.mark.parametrize("in_lane", [False, True])
 def test_the_lane_holds_the_same_when_steps_gather_their_own_rows(
-    start: Callable[..., EngineDriver], shim_driver: ShimDriver
+    start: Callable[..., EngineDriver], shim_driver: ShimDriver, in_lane: bool
 ) -> None:
     plain, fixed = start("e0", decode_graph="on"), start("e1", decode_graph="on")
     rows = with_handlers(fixed, shim_driver)
     rows.rows.wait_ready()
+    if in_lane:
+        assert fixed.engine.capture is not None
+        rows.reach_lane(fixed.engine.capture.lane.ring)
     run_three(plain)
     run_three(fixed)
     expected = frames(plain)
+    assert (rows.in_lane > 30) == in_lane, "written by the step's own graph, into its records"
     assert frames(fixed) == expected and len(expected) > 30
     graphs = fixed.engine.graphs
     prefills = rows.launches - graphs.replayed - sum(bucket.warm_steps for bucket in graphs._buckets.values())
