@@ -175,6 +175,9 @@ class Admission:
             )
         barred = []
         for word in words:
+            if word.isspace():
+                barred.append(self._codec.encode(word, add_special=False))
+                continue
             alone, following = (self._codec.encode(space + word.lstrip(), add_special=False) for space in ("", " "))
             barred.append(alone)
             if len(following) == len(alone) and following[:1] != alone[:1]:

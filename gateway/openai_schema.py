@@ -425,7 +425,7 @@ def _check_counts(request: Request) -> None:
         )
     if len(words) > BAD_WORDS_LIMIT:
         raise bad_request(f"bad_words: at most {BAD_WORDS_LIMIT}, got {len(words)}", "bad_words", "out_of_range")
-    if not all(word.strip() for word in words):
+    if not all(words):
         raise bad_request("bad_words: an empty word would bar every answer", "bad_words")
     limit = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if request.min_tokens and limit is not None and request.min_tokens > limit:

@@ -120,7 +120,7 @@ CASES = [
     ({"skip_special_tokens": "no"}, "skip_special_tokens", "bool"),
     ({"use_beam_search": True}, "use_beam_search", "not served"),
     ({"bad_words": "x"}, "bad_words", "array"),
-    ({"bad_words": ["x", " "]}, "bad_words", "empty word"),
+    ({"bad_words": ["x", ""]}, "bad_words", "empty word"),
     ({"bad_words": ["x"] * 129}, "bad_words", "at most 128"),
     ({"allowed_token_ids": ["x"]}, "allowed_token_ids[0]", "int"),
     ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "at most 4096"),

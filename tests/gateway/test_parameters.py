@@ -27,7 +27,7 @@ async def test_sampling_reaches_each_engine_of_a_stream(make_world) -> None:  # 
     world: World = await make_world()
     e0, e1 = await world.engine("e0", budget=3), await world.engine("e1")
     asked = {"logit_bias": {"17": -100, "9": 1.5}, "repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": [250]}
-    asked |= {"allowed_token_ids": [9, 17, 250], "bad_words": ["no"]}
+    asked |= {"allowed_token_ids": [9, 17, 250], "bad_words": ["no", "\n"]}
     task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(**asked)))
 
     async def serving() -> Any:
@@ -36,7 +36,7 @@ async def test_sampling_reaches_each_engine_of_a_stream(make_world) -> None:  # 
     await (await world.until(serving)).kill()
     sse = await task
     assert sse.finish_reason in ("length", "stop")
-    barred = [[4 + byte for byte in b"no"]]
+    barred = [[4 + byte for byte in b"no"], [4 + ord("\n")]]
     want = Sampling(
         seed=7,
         logit_bias={17: -100.0, 9: 1.5},
