@@ -49,7 +49,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"no checks, and of {', '.join(SECTIONS)} only these (with commas)")
     parser.add_argument("--events", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = [name for name in SECTIONS if not options.only or name in options.only.split(",")]
+    wanted = options.only.split(",") if options.only else list(SECTIONS)
+    if unknown := set(wanted) - set(SECTIONS):
+        parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
+    names = [name for name in SECTIONS if name in wanted]
     lab, why_not = open_lab(options.quick)
     if lab is None:
         print(f"gpu: {why_not}", file=sys.stderr)
@@ -137,17 +140,30 @@ def device_facts(lab: Lab) -> dict[str, Any]:
     }
 
 
+def met(row: Row) -> str:
+    """Whether a row's ratio is what is wanted of it, for the table."""
+    sign, _, rest = row.want.partition(" ")
+    if sign not in (">=", "<=", ">"):
+        return ""
+    bound = float(rest.split()[0])
+    return (
+        "yes"
+        if (row.ratio >= bound if sign == ">=" else row.ratio <= bound if sign == "<=" else row.ratio > bound)
+        else "no"
+    )
+
+
 def print_table(found: list[Row], facts: dict[str, Any]) -> None:
     """One table on stdout."""
     table = Table(title=f"{facts.get('device', 'device')}, driver {facts.get('driver', '?')}")
-    for heading in ("section", "case", "value", "baseline", "ratio", "wanted", "note"):
+    for heading in ("section", "case", "value", "baseline", "ratio", "wanted", "met", "note"):
         table.add_column(heading, justify="left" if heading in ("section", "case", "note") else "right")
     for row in found:
-        value, baseline = (f"{number:.4g} {row.unit}" if number else "" for number in (row.value, row.baseline))
-        table.add_row(
-            row.section, row.case, value, baseline, f"{row.ratio:.4g}" if row.ratio else "", row.want, row.note
-        )
-    Console(file=sys.stdout, width=180).print(table)
+        value = f"{row.value:.4g} {row.unit}" if row.unit else ""
+        baseline = f"{row.baseline:.4g} {row.unit}" if row.baseline else ""
+        ratio = f"{row.ratio:.4g}" if row.ratio or row.want else ""
+        table.add_row(row.section, row.case, value, baseline, ratio, row.want, met(row), row.note)
+    Console(file=sys.stdout, width=190).print(table)
 
 
 def write(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> dict[str, Any]:

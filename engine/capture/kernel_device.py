@@ -24,7 +24,8 @@ from engine.capture.source import PageShape, RowShape, StateShape
 
 log = structlog.get_logger()
 
-_STAGING_BYTES = 8 << 20
+_STAGING_BYTES = 16 << 20  # 4,096 pages of 4 KB: more of them are another scan
+_ROW_STAGING_BYTES = 8 << 20
 _REPORT_WORDS = 32
 _ITEM = np.dtype(
     [
@@ -381,7 +382,7 @@ class KernelRows:
         self._scatter = device.compile(source.row_scatterer(shape))
         self._bases = constant_words(device.driver, [memory.address for memory in groups])
         self._list = self.new_list()
-        self._staging = device.driver.mapped_buffer(_STAGING_BYTES)
+        self._staging = device.driver.mapped_buffer(_ROW_STAGING_BYTES)
         self._reachable: list[Buffer] = []
 
     def ready(self) -> bool:

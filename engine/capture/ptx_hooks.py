@@ -1,14 +1,17 @@
 """Where a framework hands over PTX: instrumented kernels for CuPy and Triton, and the tables that their marks go by.
 
-CuPy: `load(ptx)` gives a module whose kernels mark what they write. Triton: while `triton_kernels_mark()` holds, kernels that it
-compiles are instrumented between its own PTX and its assembler. Either way `fill` says which ranges are registered.
+CuPy: `load(ptx)` or `raw_module(ptx)` gives a module whose kernels mark what they write. Triton: while `triton_kernels_mark()` holds,
+kernels that it compiles are instrumented between its own PTX and its assembler. Either way `fill` says which ranges are registered.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,6 +28,8 @@ from engine.capture.ptx_marks import (
 
 log = structlog.get_logger()
 
+_texts: tempfile.TemporaryDirectory[str] | None = None  # what RawModules were loaded from; gone with the process
+
 
 def load(ptx: str) -> tuple[Any, Instrumented]:
     """An instrumented module in the current CUDA context (a `cupy.cuda.Module`), and what was put into it."""
@@ -38,16 +43,36 @@ def load(ptx: str) -> tuple[Any, Instrumented]:
     return module, done
 
 
+def raw_module(ptx: str) -> tuple[Any, Instrumented]:
+    """As `load`, as a `cupy.RawModule`, for code that launches `cupy.RawKernel`s."""
+    global _texts
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoDevice(f"CuPy is not installed: {error}") from error
+    done = instrument(ptx)
+    _texts = _texts or tempfile.TemporaryDirectory(prefix="concordia-ptx-")
+    # CuPy keeps modules by their path: a name that no other text ever has.
+    path = Path(_texts.name) / f"{hashlib.blake2b(done.text.encode(), digest_size=16).hexdigest()}.ptx"
+    path.write_text(done.text)
+    module = cupy.RawModule(path=str(path))
+    module.compile()
+    return module, done
+
+
 def fill(module: Any, ranges: Sequence[MarkedRange]) -> None:
     """Register ranges with an instrumented module; takes effect for launches after it.
 
-    module  a `cupy.cuda.Module`, or the driver's handle (int), as `module` of a kernel that Triton compiled
+    module  a `cupy.cuda.Module`, a `cupy.RawModule`, or the driver's handle (int), as `module` of a kernel that Triton compiled
     """
     from cupy.cuda import driver, runtime
 
     table = regions_table(ranges)
     source = ctypes.create_string_buffer(table, len(table))
-    target = driver.moduleGetGlobal(module, REGIONS) if isinstance(module, int) else module.get_global_var(REGIONS)
+    if isinstance(module, int):
+        target = driver.moduleGetGlobal(module, REGIONS)
+    else:
+        target = (getattr(module, "get_global", None) or module.get_global_var)(REGIONS)
     runtime.memcpy(
         int(getattr(target, "ptr", target)), ctypes.addressof(source), len(table), runtime.memcpyHostToDevice
     )

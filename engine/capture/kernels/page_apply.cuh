@@ -7,17 +7,32 @@
 
 constexpr u32 REPORTED = 30, REPORT_WORDS = REPORTED + 2;
 
-__device__ __forceinline__ u64 hash_payload(const u8* payload, u32 lane, u64 seed) {
+// Whether a lane's share of a page stays in its registers between the hash and the write.
+constexpr bool HELD = UNITS_PER_LANE == IN_FLIGHT;
+
+__device__ __forceinline__ void load_units(uint4* held, const u8* payload, u32 base, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < IN_FLIGHT; i++) held[i] = load_16(payload + ((base + i) * WARP + lane) * 16);
+}
+
+__device__ __forceinline__ u64 hash_units(const uint4* held, u32 base, u32 lane, u64 seed) {
     u64 sum = 0;
-#pragma unroll 1
-    for (u32 base = 0; base < UNITS_PER_LANE; base += IN_FLIGHT) {
-        uint4 held[IN_FLIGHT];
 #pragma unroll
-        for (u32 i = 0; i < IN_FLIGHT; i++) held[i] = load_16(payload + ((base + i) * WARP + lane) * 16);
+    for (u32 i = 0; i < IN_FLIGHT; i++) sum += hash_unit(held[i], (base + i) * WARP + lane, seed);
+    return sum;
+}
+
+__device__ __forceinline__ void write_units(u8* region, u64 page, const uint4* held, u32 base, u32 lane) {
+    u8* start = region + page * PAGE_BYTES;
+    const bool whole = is_whole(page);
 #pragma unroll
-        for (u32 i = 0; i < IN_FLIGHT; i++) sum += hash_unit(held[i], (base + i) * WARP + lane, seed);
+    for (u32 i = 0; i < IN_FLIGHT; i++) {
+        const u32 unit = (base + i) * WARP + lane;
+        if (whole)
+            Unit<ACCESS>::store(start + unit * 16, held[i]);
+        else
+            store_short(start + unit * 16, held[i], valid_bytes(page * PAGE_BYTES + unit * 16));
     }
-    return finish_hash(warp_sum(sum), HASH_MASK);
 }
 
 __device__ __forceinline__ u64 place_of(const u64* words, u32 logical) {
@@ -26,18 +41,23 @@ __device__ __forceinline__ u64 place_of(const u64* words, u32 logical) {
     return logical < words[9] ? block_table[logical] : PAGE_COUNT;
 }
 
-__device__ __forceinline__ void write_page(u8* region, u64 page, const u8* payload, u32 lane) {
-    u8* start = region + page * PAGE_BYTES;
-    const bool whole = is_whole(page);
-#pragma unroll 4
-    for (u32 i = 0; i < UNITS_PER_LANE; i++) {
-        const u32 unit = i * WARP + lane;
-        const uint4 value = load_16(payload + unit * 16);
-        if (whole)
-            Unit<ACCESS>::store(start + unit * 16, value);
-        else
-            store_short(start + unit * 16, value, valid_bytes(page * PAGE_BYTES + unit * 16));
+// Writes a page whose payload has the expected hash to its place; false if it has not. The payload may lie in the host's memory, and
+// to read it costs its way over the bus: once, if it can be held.
+__device__ __forceinline__ bool put_page(u8* region, u64 place, const u8* payload, u64 expected, u32 lane, u64 seed) {
+    uint4 held[IN_FLIGHT];
+    u64 sum = 0;
+#pragma unroll 1
+    for (u32 base = 0; base < UNITS_PER_LANE; base += IN_FLIGHT) {
+        load_units(held, payload, base, lane);
+        sum += hash_units(held, base, lane, seed);
     }
+    if (place >= PAGE_COUNT || finish_hash(warp_sum(sum), HASH_MASK) != expected) return false;
+#pragma unroll 1
+    for (u32 base = 0; base < UNITS_PER_LANE; base += IN_FLIGHT) {
+        if (!HELD) load_units(held, payload, base, lane);
+        write_units(region, place, held, base, lane);
+    }
+    return true;
 }
 
 __device__ void operate(const u64* words, Crew crew) {
@@ -47,8 +67,7 @@ __device__ void operate(const u64* words, Crew crew) {
         const u8* payload = reinterpret_cast<const u8*>(words[2]) + number * PAGE_BYTES;
         const u64 place = place_of(words, reinterpret_cast<const u32*>(words[3])[number]);
         const u64 expected = reinterpret_cast<const u64*>(words[5])[number];
-        const bool good = hash_payload(payload, lane, words[7]) == expected && place < PAGE_COUNT;
-        if (good) write_page(reinterpret_cast<u8*>(words[0]), place, payload, lane);
+        const bool good = put_page(reinterpret_cast<u8*>(words[0]), place, payload, expected, lane, words[7]);
         if (lane != 0) continue;
         if (good) {
             if (words[1]) reinterpret_cast<u64*>(words[1])[place] = expected;

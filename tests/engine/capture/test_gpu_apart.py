@@ -124,6 +124,21 @@ def test_the_table_and_the_file_are_kept_whatever_fails(
     assert not proof.exists(), "what was not run is not proven"
 
 
+@pytest.mark.parametrize(
+    "want, ratio, told",
+    [
+        (">= 0.8 of read-once", 0.81, "yes"),
+        (">= 300", 299.0, "no"),
+        ("<= 0.01", 0.0, "yes"),
+        ("<= 1.02", 1.03, "no"),
+        ("> 1", 1.0, "no"),
+        ("", 2.0, ""),
+    ],
+)
+def test_the_table_says_whether_what_is_wanted_is_met(want: str, ratio: float, told: str) -> None:
+    assert bench.met(Row("scan", "a case", 1.0, "us", 1.0, ratio, want)) == told
+
+
 def test_a_check_that_fails_is_told_by_what_matters() -> None:
     pytest_said = "...F\n=== FAILURES ===\nE   AssertionError: no\n=== short test summary info ===\n"
     failed = "FAILED tests/engine/capture/test_contract.py::test_a_scan[cuda/stream] - AssertionError: no"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.capture.ptx_hooks import instrumented_stage, triton_kernels_mark
+from engine.capture.ptx_hooks import fill, instrumented_stage, raw_module, triton_kernels_mark
 from engine.capture.ptx_marks import (
     REGIONS,
     REGIONS_BYTES,
@@ -196,6 +196,35 @@ def test_a_compilers_stage_hands_out_instrumented_text_or_leaves_it() -> None:
     assert len(seen) == 1
 
 
+def test_cupys_raw_modules_are_instrumented_and_filled_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, written = [], []
+
+    class RawModule:
+        def __init__(self, *, path: str) -> None:
+            self.text = Path(path).read_text()
+
+        def compile(self) -> None:
+            loaded.append(self.text)
+
+        def get_global(self, name: str) -> Any:
+            assert name == REGIONS
+            return SimpleNamespace(ptr=4096)
+
+    runtime = SimpleNamespace(
+        memcpyHostToDevice=1, memcpy=lambda target, source, size, kind: written.append((target, size, kind))
+    )
+    driver = SimpleNamespace(moduleGetGlobal=lambda module, name: 8192 + module)
+    cuda = SimpleNamespace(runtime=runtime, driver=driver)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=RawModule, cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    module, done = raw_module(sample("nvrtc_12_9"))
+    assert loaded == [done.text] and "concordia_mark" in done.text
+    old = SimpleNamespace(get_global_var=lambda name: 12288)
+    for given in (module, 5, old):
+        fill(given, [MarkedRange(1 << 20, 4096, 12, 1 << 30)])
+    assert written == [(address, REGIONS_BYTES, 1) for address in (4096, 8197, 12288)]
+
+
 def test_tritons_hook_is_there_for_a_while_and_keeps_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -284,7 +313,7 @@ def test_an_instrumented_kernel_marks_just_what_it_writes_on_a_gpu() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from engine.capture.ptx_hooks import fill, load
+    from engine.capture.ptx_hooks import load
 
     torch.zeros(1, device="cuda")
     module, done = load(sample("nvrtc_12_9"))
