@@ -1,9 +1,9 @@
 """How fast does a record get into the lane, against one copy of the same bytes?
 
-Question  Bandwidth of reserve, fill and commit of ROWS records (both checksums included), from 23 KB to 4 MB.
+Question  Bandwidth of `LaneWriter.append_rows` (room, rows, both checksums, commit word), from 23 KB to 4 MB.
 Regime    One writer in this process, no keeper beside it; the ring is warm, in shared memory, and is freed before it is
-          full. Eight records in a row, as a prefill's chunks, until a reader could see the last one; large ones are summed by
-          the writer's second thread while the next is copied (`tiers.behind`), as in an engine. A frame is copied from
+          full. Eight records in a row, as a prefill's chunks, until a reader could see the last one; of large ones the writer and
+          its second thread copy and sum one each at a time (`tiers.behind`), as in an engine. A frame is copied from
           ordinary memory by one numpy call, as a capture of contiguous rows would. Both sides alternate; they go round
           regions of the same size, so that neither finds its target in the processor's cache.
 Baseline  as many memcpys of the frame into warm shared memory, one thread.
@@ -17,6 +17,7 @@ import mmap
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def measure(
     """Median nanoseconds of an append and of a memcpy of `size` bytes."""
     layout = Layout(((1, size),))
     frame = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    tokens = np.zeros(1, np.int32)
+    tokens, fill = np.zeros(1, np.int32), partial(_copy, frame)
     lane.append_open(SEQUENCE, 1, RootId(bytes(16)), layout, 32, "bench", "", "bench", tokens[:0])
     appended, copied, place, position = [], [], 0, 0
     for index in range(repeats + WARM_UP):
@@ -67,9 +68,7 @@ def measure(
             keeper.advance_tail(lane.head)
         began = time.perf_counter_ns()
         for _ in range(BURST):
-            reservation = lane.reserve_rows(layout, 1)
-            np.copyto(reservation.frame, frame)
-            reservation.commit(SEQUENCE, 1, position, tokens)
+            lane.append_rows(layout, SEQUENCE, 1, position, tokens, fill)
             position += 1
         lane.settle()
         appended.append((time.perf_counter_ns() - began) / BURST)
@@ -80,6 +79,10 @@ def measure(
         copied.append((time.perf_counter_ns() - began) / BURST)
     keeper.advance_tail(lane.head)
     return report.median(appended[WARM_UP:]), report.median(copied[WARM_UP:])
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    np.copyto(target, source)
 
 
 def shared(path: Path, size: int) -> np.ndarray:

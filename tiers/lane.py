@@ -17,7 +17,7 @@ import secrets
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
@@ -30,7 +30,7 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints, media
-from tiers.behind import Behind
+from tiers.behind import Behind, Prepare, Publish
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.keys import Keyring
 from tiers.lane_seal import LaneOpener, LaneSealer, Shape, Where
@@ -54,7 +54,7 @@ ENTRY_VERSION = 2
 ENTRY_BYTES = 128
 DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
-BEHIND_BYTES = 512 << 10  # of a payload: from here on its checksum takes longer than handing it over to another thread
+SHARED_BYTES = 512 << 10  # of a frame: from here on copying and summing it takes longer than handing it over to another thread
 DELETED = " (deleted)"  # added to the name of a lane whose file is gone
 OPENED_BYTES = 32 << 20  # of sealed frames that a reader keeps opened
 POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
@@ -154,42 +154,52 @@ def tokens_bytes(token_count: int) -> int:
 # ---------------------------------------------------------------- write
 
 
+Fill = Callable[[np.ndarray], object]  # copies rows into a frame
+
+
 class Reservation:
     """Room for one ROWS record at the end of the lane. Fill `frame`, then `commit`; a new reservation drops an older one.
 
-    frame  writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
+    frame    writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
+    payload  the same, with the token part before it
+    offset   of the payload, monotonic
     """
 
-    __slots__ = ("frame", "namespace", "token_count", "_lane", "_offset", "_payload", "_tokens")
+    __slots__ = ("frame", "namespace", "offset", "payload", "token_count", "_lane", "_tokens")
 
     def __init__(
         self, lane: LaneWriter, offset: int, token_count: int, payload: np.ndarray, frame_start: int, namespace: str
     ) -> None:
         self._lane = lane
         self.namespace = namespace
-        self._offset = offset
-        self._payload = payload
+        self.offset = offset
+        self.payload = payload
         self._tokens = payload[:frame_start]
         self.token_count = token_count
         self.frame = payload[frame_start:]
 
-    def commit(self, sequence: SequenceId, epoch: int, token_start: int, tokens: Any) -> int:
-        """Publish the rows of [token_start, token_start + token_count) and return the record's number.
-
-        tokens  ids of those positions, int32 array or list, token_count long
-        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call. A payload of BEHIND_BYTES
-                and more is summed and published by a second thread: readers see it a little later, `LaneWriter.settle` waits for it
-        """
-        lane = self._lane
-        lane._take(self)
+    def put_tokens(self, tokens: Any) -> None:
+        """Write the ids of the record's tokens: int32 array or list, token_count long."""
         count = self.token_count
         packed = np.ascontiguousarray(tokens, dtype="<i4")
         assert packed.size == count, f"{packed.size} tokens for {count} rows"
         self._tokens[: 4 * count] = packed.view(np.uint8)
         self._tokens[4 * count :] = 0
-        return lane._commit(
-            RecordType.ROWS, sequence, epoch, token_start, token_start + count, self._offset, self._payload
-        )
+
+    def commit(self, sequence: SequenceId, epoch: int, token_start: int, tokens: Any) -> int:
+        """Publish the rows of [token_start, token_start + token_count) and return the record's number.
+
+        tokens  ids of those positions, int32 array or list, token_count long
+        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call. A frame of SHARED_BYTES and
+                more is summed and published by the writer's second thread, as a rule: `LaneWriter.settle` waits for it
+        """
+        lane, payload, end = self._lane, self.payload, token_start + self.token_count
+        lane._take(self)
+        self.put_tokens(tokens)
+        if lane.shares_out(self.frame.size):
+            failpoints.reach("append.payload.after")
+            return lane._share(self, sequence, epoch, token_start, lambda: xxh3_64_intdigest(payload.data), at_once=True)
+        return lane._commit(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, payload)
 
 
 class PointReservation:
@@ -281,7 +291,7 @@ class LaneWriter:
         self._reserved: list[AnyReservation] = []  # in the order of their places
         self._before_reuse: Callable[[], None] | None = None
         self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
-        self._pending: tuple[int, int] | None = None  # number and payload offset of the record that is being published
+        self._pending: deque[tuple[int, int]] = deque()  # number and payload offset of records that may not be published
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
 
@@ -391,8 +401,9 @@ class LaneWriter:
         tail = self._words[TAIL_WORD]
         if tail >= self._head:
             return self._head_bytes
-        if self._pending is not None and tail == self._pending[0]:
-            return self._pending[1]  # its entry may not be there yet
+        for number, offset in self._pending:
+            if tail == number:
+                return offset  # its entry may not be there yet
         # Entry `tail` is not freed, so this writer has not reused its slot.
         return ENTRY.unpack_from(self._memory, self._entry_offset(tail))[8]
 
@@ -408,6 +419,50 @@ class LaneWriter:
         reservation = Reservation(self, offset, token_count, payload, frame_start, namespace)
         self._reserved = [reservation]
         return reservation
+
+    def append_rows(
+        self, layout: Layout, sequence: SequenceId, epoch: int, token_start: int, tokens: Any, fill: Fill,
+        namespace: str = "",
+    ) -> int:  # fmt: skip
+        """Reserve room for the rows of `tokens`, have `fill` copy them into it, and commit. As `reserve_rows` and its `commit`.
+
+        fill    called once, with the frame (writable uint8, flat). For a record of SHARED_BYTES and more maybe in the writer's second
+                thread, and after this has returned: then readers see it later. What it reads must stay as it is until `settle`
+        Raises  also what kept an earlier record from being published: it, what came after it, and this one are dropped
+        """
+        count = len(tokens)
+        reservation = self.reserve_rows(layout, count, namespace)
+        frame = reservation.frame
+        if isinstance(reservation, SealedReservation) or not self.shares_out(frame.size):
+            fill(frame)
+            return reservation.commit(sequence, epoch, token_start, tokens)
+        self._take(reservation)
+        reservation.put_tokens(tokens)
+        payload = reservation.payload
+
+        def prepare() -> int:
+            fill(frame)
+            failpoints.reach("append.payload.after")
+            return xxh3_64_intdigest(payload.data)
+
+        return self._share(reservation, sequence, epoch, token_start, prepare, at_once=False)
+
+    def shares_out(self, frame_bytes: int) -> bool:
+        """Whether a record's frame is so large that its work is shared with the second thread."""
+        return self._behind is not None and frame_bytes >= SHARED_BYTES
+
+    def _share(
+        self, reservation: Reservation, sequence: SequenceId, epoch: int, token_start: int, prepare: Prepare, *,
+        at_once: bool,
+    ) -> int:  # fmt: skip
+        """Have a record prepared by this thread or the one beside it, and published in its turn. As `Behind.share`."""
+        assert self._behind is not None
+        end, payload = token_start + reservation.token_count, reservation.payload
+        publish = self._enter(RecordType.ROWS, sequence, epoch, token_start, end, reservation.offset, payload)
+        self._behind.share(payload.size, prepare, publish, at_once=at_once)
+        if self._behind.has_failed:
+            self.settle()
+        return self._head - 1
 
     def reserve_rows_together(
         self, layout: Layout, wanted: Sequence[tuple[int, str]], before_reuse: Callable[[], None]
@@ -555,24 +610,46 @@ class LaneWriter:
     ) -> int:
         failpoints.reach("append.payload.after")
         self.settle()
-        number = self._head
-        publish = partial(self._publish, kind, number, sequence, epoch, start, end, offset, payload)
-        if payload.size < BEHIND_BYTES or self._behind is None:
-            publish()
-        else:
-            self._pending = number, offset
-            self._behind.start(publish)
-        self._head, self._head_bytes = number + 1, offset + padded(payload.size)
-        self.shares.charge(number, self._reserved_for, padded(payload.size))
-        return number
+        publish = self._enter(kind, sequence, epoch, start, end, offset, payload)
+        try:
+            publish(xxh3_64_intdigest(payload.data))
+        except BaseException:
+            self._drop_unpublished()
+            raise
+        self._pending.clear()
+        return self._head - 1
+
+    def _enter(
+        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
+    ) -> Publish:
+        """The record has its number and its room; what publishes it, given its checksum."""
+        number, size = self._head, padded(payload.size)
+        while self._pending and self._is_published(self._pending[0][0]):
+            self._pending.popleft()
+        self._pending.append((number, offset))
+        self._head, self._head_bytes = number + 1, offset + size
+        self.shares.charge(number, self._reserved_for, size)
+        return partial(self._publish, kind, number, sequence, epoch, start, end, offset, payload.size)
+
+    def _is_published(self, number: int) -> bool:
+        return self._words[(self._entry_offset(number) >> 3) + COMMIT] == number + 1
+
+    def _drop_unpublished(self) -> None:
+        """Take back the records that readers can't see, and what their tenants were charged for them."""
+        while self._pending and self._is_published(self._pending[0][0]):
+            self._pending.popleft()
+        if self._pending:
+            self._head, self._head_bytes = self._pending[0]
+            self.shares.drop(self._head)
+        self._pending.clear()
+        self._let_go()
 
     def _publish(
-        self, kind: int, number: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int,
-        payload: np.ndarray,
+        self, kind: int, number: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int,
+        checksum: int,
     ) -> None:  # fmt: skip
-        """Let readers see a record whose payload stands. This thread, or the one behind it."""
-        size, at = payload.size, self._entry_offset(number)
-        checksum = xxh3_64_intdigest(payload.data)
+        """Let readers see a record whose payload stands. This thread, or the one beside it."""
+        at = self._entry_offset(number)
         version = SEALED_VERSION if kind & SEALED else ENTRY_VERSION
         body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, checksum)
         self._memory[at : at + ENTRY.size] = body
@@ -597,15 +674,14 @@ class LaneWriter:
         return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
     def settle(self) -> None:
-        """Wait until every record that was committed can be read. Raises what kept the last one from it: that one is dropped."""
-        if self._pending is None or self._behind is None:
+        """Wait until every record that was committed can be read. Raises what kept one from it: it and those after it are dropped."""
+        if not self._pending or self._behind is None:
             return
-        (number, offset), error = self._pending, self._behind.wait()
-        self._pending = None
+        error = self._behind.wait()
         if error is not None:
-            self._let_go()
-            self._head, self._head_bytes = number, offset
+            self._drop_unpublished()
             raise error
+        self._pending.clear()
 
     def close(self) -> None:
         """Let the lane go. Views handed out by reservations keep the mapping alive until they are dropped."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,6 +151,7 @@ class Capture:
                 log.warning("capture.lane_full", stream=cursor.stream, position=cursor.position, times=self.lane_full)
             return False
         finally:
+            self.lane.settle()  # what was appended reads the slot's rows, which may change from here on
             self.seconds += time.perf_counter() - began
         return True
 
@@ -219,12 +221,17 @@ class Capture:
 
     def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
         start = cursor.position
-        promised = self._reserved.pop((slot.index, start, end), None)
-        if promised is not None and self.lane.holds(promised):
-            reservation: Reservation | SealedReservation = promised
+        layout, tokens = self.arena.layout, slot.tokens[start:end]
+        if self.rows is None:
+            fill = partial(self.arena.copy_out, slot, start, end)
+            self.lane.append_rows(layout, cursor.sequence, cursor.epoch, start, tokens, fill, slot.namespace)
         else:
-            reservation = self.lane.reserve_rows(self.arena.layout, end - start, slot.namespace)
-        (self.rows or self.arena).copy_out(slot, start, end, reservation.frame)
-        reservation.commit(cursor.sequence, cursor.epoch, start, slot.tokens[start:end])
+            promised = self._reserved.pop((slot.index, start, end), None)
+            if promised is not None and self.lane.holds(promised):
+                reservation: Reservation | SealedReservation = promised
+            else:
+                reservation = self.lane.reserve_rows(layout, end - start, slot.namespace)
+            self.rows.copy_out(slot, start, end, reservation.frame)
+            reservation.commit(cursor.sequence, cursor.epoch, start, tokens)
         cursor.position = end
-        self.captured_bytes += reservation.frame.nbytes
+        self.captured_bytes += layout.frame_bytes(end - start)

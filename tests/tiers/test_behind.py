@@ -1,4 +1,4 @@
-"""Records that a second thread publishes: seen in order and whole, dropped if that fails, never seen if the writer dies before."""
+"""Records that two threads fill: seen in order and whole, dropped if that fails, never seen if the writer dies before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.tiers.sample import LAYOUT, World, append_rows, rows, sequence, some_tokens
+from tests.tiers.sample import LAYOUT, World, rows, sequence, some_tokens
 from tiers import failpoints
 from tiers import lane as lane_file
-from tiers.behind import Behind
+from tiers.behind import LINE_LIMIT, Behind
 from tiers.errors import LaneFull
 from tiers.lane import LaneReader, LaneWriter, RecordType
 
@@ -28,9 +28,18 @@ def with_thread(world: World) -> LaneWriter:
     return lane
 
 
+def append(lane: LaneWriter, start: int, tokens: np.ndarray, namespace: str = "") -> int:
+    """Rows of the sequence `a`."""
+
+    def fill(frame: np.ndarray) -> None:
+        np.copyto(frame, rows(start, tokens))
+
+    return lane.append_rows(LAYOUT, sequence("a"), 1, start, tokens, fill, namespace)
+
+
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_file, "BEHIND_BYTES", 10_000)
+    monkeypatch.setattr(lane_file, "SHARED_BYTES", 10_000)
 
 
 def reader_of(world: World) -> LaneReader:
@@ -41,7 +50,7 @@ def test_large_and_small_records_are_published_in_order(world: World) -> None:
     lane, keeper = with_thread(world), reader_of(world)
     counts = [LARGE, 1, LARGE, LARGE + 9, 3]
     for index, count in enumerate(counts):
-        assert append_rows(lane, "a", index, some_tokens(count, index)) == index
+        assert append(lane, index, some_tokens(count, index)) == index
     assert lane.append_close(sequence("a"), 1, 9) == len(counts)
     found = keeper.records(0)
     assert [header.type for header in found] == [*[RecordType.ROWS] * len(counts), RecordType.CLOSE]
@@ -52,7 +61,7 @@ def test_large_and_small_records_are_published_in_order(world: World) -> None:
 def test_settle_waits_for_the_last_one(world: World) -> None:
     lane, keeper = with_thread(world), reader_of(world)
     for lap in range(200):
-        append_rows(lane, "a", lap, some_tokens(LARGE, lap))
+        append(lane, lap, some_tokens(LARGE, lap))
         lane.settle()
         (header,) = keeper.records(keeper.tail)
         assert np.array_equal(keeper.frame(header), rows(lap, some_tokens(LARGE, lap)))
@@ -63,7 +72,7 @@ def test_room_is_known_while_a_record_is_being_published(world: World, monkeypat
     """Its entry isn't there yet, and a stale lap's lies in its place."""
     lane, keeper, may_go_on = with_thread(world), reader_of(world), threading.Event()
     for lap in range(world.settings.lane_record_count):
-        append_rows(lane, "a", lap, some_tokens(1))
+        append(lane, lap, some_tokens(1))
         keeper.advance_tail(lane.head)
     publish = lane._publish
 
@@ -72,7 +81,7 @@ def test_room_is_known_while_a_record_is_being_published(world: World, monkeypat
         publish(*what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lane, "_publish", late)
-    append_rows(lane, "a", 0, some_tokens(LARGE))
+    append(lane, 0, some_tokens(LARGE))
     assert keeper.records(keeper.tail) == []
     size = lane_file.padded(lane_file.tokens_bytes(LARGE) + LAYOUT.frame_bytes(LARGE))
     assert lane.free_bytes == lane.lane_bytes - size
@@ -84,19 +93,34 @@ def test_room_is_known_while_a_record_is_being_published(world: World, monkeypat
     assert len(keeper.records(keeper.tail)) == 1
 
 
-def test_record_that_can_not_be_published_is_dropped_and_said(world: World) -> None:
-    lane, keeper = with_thread(world), reader_of(world)
-    append_rows(lane, "a", 0, some_tokens(LARGE))
+@pytest.mark.parametrize("large", [True, False])
+def test_record_that_can_not_be_published_is_dropped_with_those_after_it_and_said(large: bool, world: World) -> None:
+    lane, keeper, count = with_thread(world), reader_of(world), LARGE if large else 1
+    append(lane, 0, some_tokens(count), "one")
     lane.settle()
+    used = dict(lane.shares.used)
     failpoints.arm("append.commit_word.before:1:EIO")
-    append_rows(lane, "a", 1, some_tokens(LARGE, 1))
     with pytest.raises(OSError, match="Input/output error"):
-        append_rows(lane, "a", 2, some_tokens(LARGE, 2))
-    assert lane.head == 1
-    assert append_rows(lane, "a", 1, some_tokens(LARGE, 3)) == 1
+        for start in (1, 2):
+            append(lane, start, some_tokens(count, start), "one")
+        lane.settle()
+    assert lane.head == 1 and lane.shares.used == used
+    assert append(lane, 1, some_tokens(count, 3)) == 1
     lane.settle()
     assert [header.token_start for header in keeper.records(0)] == [0, 1]
-    assert np.array_equal(keeper.frame(keeper.records(0)[1]), rows(1, some_tokens(LARGE, 3)))
+    assert np.array_equal(keeper.frame(keeper.records(0)[1]), rows(1, some_tokens(count, 3)))
+
+
+def test_error_behind_the_commit_word_leaves_the_record_where_readers_saw_it(world: World) -> None:
+    lane, keeper = with_thread(world), reader_of(world)
+    failpoints.arm("append.commit_word.after:1:EIO")
+    with pytest.raises(OSError, match="Input/output error"):
+        append(lane, 0, some_tokens(LARGE, 0))
+        lane.settle()
+    assert lane.head == 1
+    append(lane, 1, some_tokens(LARGE, 1))
+    lane.settle()
+    assert [header.token_start for header in keeper.records(0)] == [0, 1]
 
 
 @pytest.mark.parametrize(("place", "left"), [("append.commit_word.before", 1), ("append.commit_word.after", 2)])
@@ -105,11 +129,12 @@ def test_killed_in_the_thread_leaves_only_whole_records(place: str, left: int, w
     if child == 0:
         try:
             lane = with_thread(world)
-            append_rows(lane, "a", 0, some_tokens(LARGE, 0))
+            append(lane, 0, some_tokens(LARGE, 0))
             lane.settle()
             failpoints.arm(place)
-            append_rows(lane, "a", 1, some_tokens(LARGE, 1))
-            append_rows(lane, "a", 2, some_tokens(LARGE, 2))
+            append(lane, 1, some_tokens(LARGE, 1))
+            append(lane, 2, some_tokens(LARGE, 2))
+            lane.settle()
         finally:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -118,35 +143,82 @@ def test_killed_in_the_thread_leaves_only_whole_records(place: str, left: int, w
     assert len(found) == left
     assert all(np.array_equal(keeper.frame(h), rows(n, some_tokens(LARGE, n))) for n, h in enumerate(found))
     lane = with_thread(world)
-    assert append_rows(lane, "a", left, some_tokens(LARGE, left)) == left
+    assert append(lane, left, some_tokens(LARGE, left)) == left
     lane.settle()
     assert len(keeper.records(0)) == left + 1
 
 
-def test_work_is_done_once_and_in_order_whoever_does_it() -> None:
+def test_records_are_prepared_by_both_and_published_once_and_in_order() -> None:
     """The two threads meet at every instruction, sooner or later."""
     behind, done, by, interval = Behind(), list[int](), set[str](), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
-    def work(lap: int) -> None:
-        done.append(lap)
+    def prepare(lap: int) -> int:
         by.add(threading.current_thread().name)
+        for _ in range(lap % 7):
+            pass
+        return 2 * lap
 
     try:
         for lap in range(20_000):
-            behind.start(partial(work, lap))
-            for _ in range(lap % 7):
-                pass
-            assert behind.wait() is None
-            assert len(done) == lap + 1
+            behind.share(partial(prepare, lap), done.append)
+            if lap % 5 > 2:
+                assert behind.wait() is None
+                assert len(done) == lap + 1
     finally:
         sys.setswitchinterval(interval)
+    assert behind.wait() is None
     behind.end()
-    assert done == list(range(20_000)) and len(by) == 2
+    assert done == list(range(0, 40_000, 2)) and len(by) == 2
+
+
+def test_one_alone_is_done_by_who_waits_for_it() -> None:
+    behind, by = Behind(), list[str]()
+    for lap in range(3):
+        behind.share(lambda: by.append(threading.current_thread().name) or 7, lambda checksum: None)
+        assert len(by) == lap and behind.wait() is None
+    assert set(by) == {threading.current_thread().name}
+
+
+def test_more_than_a_few_wait_for_the_thread() -> None:
+    """It stands in the first one: what comes after it is prepared, but not published, and past the limit its giver waits."""
+    behind, done, in_it, may_go_on = Behind(), list[int](), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        in_it.set()
+        may_go_on.wait(60)
+        return 0
+
+    behind.share(slow, done.append)
+    behind._wake()
+    assert in_it.wait(60)
+    for number in range(1, LINE_LIMIT):
+        behind.share(partial(int, number), done.append)
+    assert not done
+    threading.Timer(0.05, may_go_on.set).start()
+    behind.share(partial(int, LINE_LIMIT), done.append)
+    assert done == list(range(LINE_LIMIT)) and behind.wait() is None
+    assert done == list(range(LINE_LIMIT + 1))
+    behind.end()
+
+
+@pytest.mark.parametrize("where", ["prepare", "publish"])
+def test_what_comes_after_a_failure_is_not_published(where: str) -> None:
+    behind, done = Behind(), list[int]()
+
+    def fail(*_: int) -> int:
+        raise ZeroDivisionError
+
+    behind.share(fail if where == "prepare" else int, fail if where == "publish" else done.append)
+    behind.share(int, done.append)
+    assert isinstance(behind.wait(), ZeroDivisionError) and not done
+    behind.share(int, done.append)
+    assert behind.wait() is None and done == [0]
+    behind.end()
 
 
 def test_closing_waits_for_what_is_being_published(world: World) -> None:
     lane = with_thread(world)
-    append_rows(lane, "a", 0, some_tokens(LARGE))
+    append(lane, 0, some_tokens(LARGE))
     lane.close()
     assert len(reader_of(world).records(0)) == 1
