@@ -45,7 +45,7 @@ class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
     state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
-            or `lane_gone`
+            or `lane_gone`; `budget_held` keeps nothing back yet: a budget is used up by what may not be evicted
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
@@ -64,6 +64,7 @@ HINTS = {
     "map_full": "raise tiers.store_map_bytes and restart, or run `concordia gc` and `concordia compact --shrink`",
     "over_budget": "sessions least recently used are evicted; if none can be: raise tiers.disk_budget_bytes or store_map_bytes, "
     "unpin or end sessions",
+    "budget_held": "what is live or pinned isn't evicted: unpin or end sessions, or raise the budget",
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
@@ -317,6 +318,11 @@ class Durability:
         deleted = self.keeper.stats.get("deleted", "") if self.keeper.up else ""
         if deleted:
             found["store_deleted", "", ""] = deleted
+        for row in self.keeper.stats.get("held", []) if self.keeper.up else ():
+            whose = f"tenant {row['tenant']}'s" if row["tenant"] else "the store's"
+            found["budget_held", "", row["tenant"]] = (
+                f"{row['used']} of {whose} {row['limit']} bytes are taken by sessions that are live or pinned"
+            )
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
             grew = times > self._lane_full.get(engine.name, times)
@@ -369,7 +375,7 @@ class Durability:
             if row.state in ("lane_full", "lane_share_full", "lane_gone"):
                 if row.engine in engines and captured + 1 < tokens:
                     return row.state
-            elif durable < captured and row.state != "store_deleted":
+            elif durable < captured and row.state not in ("store_deleted", "budget_held"):
                 return row.state
         return ""
 

@@ -123,16 +123,20 @@ def pull_command(config: Config, wanted: str, again: bool, if_missing: bool, as_
 @json_flag
 @configured
 def config_command(config: Config, as_json: bool) -> None:
-    """Show every setting, its value, and where it came from."""
+    """Show every setting, its value, and where it came from; of what is left to the machine, what that comes to now."""
+    from ops.resolved import resolved
+
+    found = resolved(config)
     if as_json:
-        click.echo(configuration.as_json(config))
+        click.echo(configuration.as_json(config, found))
         return
     from ops.show import console, table
 
-    rows = [
-        (key, configuration.shown_value(key, value), config.sources[key], configuration.environment_name(key))
-        for key, value in config.values().items()
-    ]
+    rows = []
+    for key, value in config.values().items():
+        shown = configuration.shown_value(key, value)
+        now = f"{shown} (now {found[key]})".strip() if key in found else shown
+        rows.append((key, now, config.sources[key], configuration.environment_name(key)))
     console.print(table("", ("key", "value", "from", "environment variable"), rows))
     console.print(f"\nlanes and sockets: {config.paths.lane_dir}", highlight=False)
 

@@ -28,6 +28,7 @@ from tiers.shrink import Shrink
 PHASES = {
     "fold": "folding sessions",
     "evict": "evicting",
+    "seal": "sealing what was stored before its tenant had a key",
     "mark": "marking",
     "wait": "waiting for restores under way",
     "free": "freeing",
@@ -119,6 +120,7 @@ SAID = {
     "freed_points": "rollback points freed",
     "freed_streams": "epochs of gone streams freed",
     "rewritten_blocks": "blocks rewritten without rows outside kept windows",
+    "sealed_values": "values sealed that were stored before their tenant had a key",
     "copied_records": "records copied to a smaller file",
     "bad_records": "of them damaged, copied as they are (`concordia repair`)",
     "kept_broken": "sessions left alone because a block is missing (`concordia repair`)",
@@ -133,6 +135,10 @@ def _report(counts: dict[str, int], as_json: bool, dry_run: bool, took_s: float)
     for key, text in SAID.items():
         if counts.get(key):
             click.echo(f"{counts[key]} {text}")
+    if counts.get("sealed_values") and not counts.get("copied_records"):
+        click.echo(
+            "pages that are free now may still hold what they were: `concordia compact --shrink` leaves none of them"
+        )
     saved = counts.get("freed_bytes", 0) + counts.get("rewritten_bytes", 0)
     verb = "would be free" if dry_run else "are free"
     again = "" if counts.get("copied_records") else " for use again"
@@ -182,6 +188,10 @@ def _print_stats(
     console.print(f"store {size(store)}{of}, {size(live)} of it in use", highlight=False)
     if stats.get("failing"):
         console.print(f"[red]failing[/]: {stats['failing']}", highlight=False)
+    for row in stats.get("held", []):
+        whose = f"tenant {row['tenant']}" if row["tenant"] else "the store"
+        text = f"{size(row['used'])} of {size(row['limit'])} are taken by sessions that are live or pinned, which are never evicted"
+        console.print(f"[yellow]budget of {whose}[/]: {text}", highlight=False)
     for row in stats.get("snapshots", [])[:1]:
         text = f"pid {row['pid']}, for {row['age_s']:.0f} s, {row['commits_behind']} commits behind"
         console.print(f"oldest reader: {text}", highlight=False)

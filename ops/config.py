@@ -487,13 +487,14 @@ def shown_value(key: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_json(config: Config) -> str:
-    """`concordia config --json`: {key: {"value", "source", "environment"}}."""
+def as_json(config: Config, resolved: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """`concordia config --json`: {key: {"value", "source", "environment"}}, with "resolved" where the machine decides."""
     shown = {
         key: {
             "value": shown_value(key, value) if is_secret(key) or isinstance(value, Path) else value,
             "source": config.sources[key],
             "environment": environment_name(key) or None,
+            **({"resolved": resolved[key]} if key in resolved else {}),
         }
         for key, value in config.values().items()
     }

@@ -26,12 +26,16 @@ from ops.config import Config
 from ops.errors import OpsError
 from ops.flags import print_json
 from ops.show import Bar, console, size, table
+from ops.verify import SEALED_BY
 from tiers import keeper_client
 from tiers.errors import TierError
+from tiers.keys import BadKeys, Keyring, Locked
 from tiers.lane import data_offset
+from tiers.late_keys import count_open, is_unscrubbed
 from tiers.lock import is_held
 from tiers.paths import SHARED_MEMORY, Paths
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
+from tiers.view import StoreReader
 
 SOCKET_PATH_BYTES = 107
 WRITE_BYTES = (4 << 10, 1 << 20)
@@ -241,6 +245,38 @@ def store_readers(config: Config) -> Check:
     return Check("store readers", "ok", found)
 
 
+def encryption(config: Config) -> Check:
+    """Keys of tenants: what is sealed for want of one, and what is stored openly though there is one."""
+    try:
+        keys = Keyring.from_environment()
+    except BadKeys as error:
+        return Check("encryption", "problem", "the keys can't be read", str(error))
+    found = "for tenants with a key" if keys else "off: no tenant has a key"
+    if not (config.paths.store / "data.mdb").exists():
+        return Check("encryption", "ok", found)
+    store = StoreReader(config.paths.store, map_bytes=config.tiers.store_map_bytes, keys=keys)
+    try:
+        with store.snapshot() as view:
+            missing = sorted({t.namespace for _, t in view.tenants() if t.sealed and not keys.has(t.namespace)})
+            count, unscrubbed = count_open(view), bool(keys) and is_unscrubbed(view)
+    except TierError as error:
+        return Check("encryption", "ok", f"{found}; the store can't be read: {error.reason}")
+    finally:
+        store.close()
+    advice = []
+    if missing:
+        advice.append(
+            f"{', '.join(missing)}: sealed with keys that are not given here, so nothing of them can be restored. {Locked.hint}"
+        )
+    if count:
+        advice.append(f"{count} values were stored before their tenant had a key, and can be read: {SEALED_BY}")
+    elif unscrubbed:
+        advice.append(
+            "pages that are free now may still hold what was stored before there was a key: `concordia compact --shrink`"
+        )
+    return Check("encryption", "advice" if advice else "ok", found, "\n".join(advice))
+
+
 def disk_sync(config: Config) -> Check:
     """How fast fdatasync is, at 4 KB and at 1 MB: it bounds durability = turn and the drain."""
     directory = _existing(config.paths.data_dir)
@@ -413,8 +449,8 @@ def cores(config: Config) -> Check:
 
 
 CHECKS: tuple[Callable[[Config], Check], ...] = (
-    kernel, cores, memory, shared_memory, left_behind, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, map_size,
-    open_files, socket_paths, cuda, handlers, lane_in_place,
+    kernel, cores, memory, shared_memory, left_behind, huge_pages, memlock, dax_devices, disk_room, disk_sync, store_readers, encryption,
+    map_size, open_files, socket_paths, cuda, handlers, lane_in_place,
 )  # fmt: skip
 
 

@@ -191,8 +191,8 @@ def import_command(
 @click.argument("target", metavar="DIRECTORY", type=_FILE)
 @click.option("--no-check", "check", flag_value=False, default=True, help="Don't read it back.")
 @click.option(
-    "--limit-mb-s", default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes."
-)
+    "--limit-mb-s", type=_AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes.",
+)  # fmt: skip
 @client_flags
 @json_flag
 @configured

@@ -33,6 +33,8 @@ from tiers.salvage import is_walkable
 from tiers.verify import Affected, Checked, Finding, verify
 from tiers.view import StoreReader
 
+SEALED_BY = "`concordia compact --shrink` seals them, and leaves no page of the store's file in which they were"
+
 
 class Pace:
     """Keeps reading below a speed, and shows how far it is."""
@@ -77,6 +79,8 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
         counted = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "bytes")
         speed = f"{size(checked.bytes)} at {size(checked.bytes / max(time.monotonic() - started, 1e-3))}/s"
         click.echo(f"checked {counted}, {speed}: {'all whole' if not findings else f'{len(findings)} damaged'}")
+        if checked.open:
+            click.echo(f"{checked.open} values were stored before their tenant had a key, and can be read: {SEALED_BY}")
     sys.stdout.flush()
     if findings:
         raise BadData(

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 import structlog
 
-from tiers import failpoints
+from tiers import failpoints, late_keys
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock
 from tiers.group import Group
@@ -141,6 +141,34 @@ def plan_eviction(
     return list(chosen.values())
 
 
+class Held(NamedTuple):
+    """A budget that can't be kept: what is live or pinned alone takes nine tenths of it. namespace: "" is the whole store."""
+
+    namespace: str
+    used: int
+    limit: int
+
+
+def plan_held(
+    sessions: Sequence[SessionUse],
+    chosen: Sequence[SessionUse],
+    used_bytes: int,
+    tenants: dict[str, int],
+    budget: Budget,
+) -> list[Held]:
+    """Budgets that stay nine tenths full when the chosen sessions are gone, for what may not be evicted. As `plan_eviction`."""
+    held = []
+    for namespace, used, limit in (
+        ("", used_bytes, budget.disk_bytes),
+        *((n, u, budget.of(n)) for n, u in tenants.items()),
+    ):
+        left = used - sum(one.bytes for one in chosen if namespace in ("", one.namespace))
+        kept = sum(one.bytes for one in sessions if (one.live or one.pinned) and namespace in ("", one.namespace))
+        if limit and min(left, kept) > EVICT_FROM * limit:
+            held.append(Held(namespace, used, limit))
+    return held
+
+
 def _choose(chosen: dict[SessionKey, SessionUse], order: list[SessionUse], used: int, limit: int) -> None:
     """Add sessions in order, while what is left after those that were chosen is too much."""
     used -= sum(s.bytes for s in order if s.key in chosen)
@@ -161,6 +189,7 @@ class Drained(Protocol):
     """What compaction needs of the drain."""
 
     named: set[bytes] | None
+    held: list[Held]
 
     def now(self) -> Now: ...
     def store(self) -> Store: ...
@@ -171,7 +200,7 @@ class Drained(Protocol):
     def note_loss(self) -> None: ...
 
 
-Phase = Literal["fold", "evict", "mark", "wait", "free", "copy", "verify", "switch", "done"]
+Phase = Literal["fold", "evict", "seal", "mark", "wait", "free", "copy", "verify", "switch", "done"]
 
 
 @dataclass(slots=True)
@@ -240,9 +269,10 @@ class Compaction:
             if not self._dry_run:
                 yield from self._fold()
                 yield from self._evict()
-                if not self.collect and not self.progress.counts["evicted"]:
-                    self.progress.at("done")
-                    return
+            yield from self._seal()
+            if not (self._dry_run or self.collect or self.progress.counts["evicted"]):
+                self.progress.at("done")
+                return
             marks = yield from self._mark()
             if not self._dry_run:
                 self.progress.at("wait")
@@ -298,10 +328,12 @@ class Compaction:
             tenants = tenant_bytes(view, usage) if budget.has_tenants else {}
             over = [budget.is_near(namespace, used) for namespace, used in tenants.items()]
             if not budget.ttl_s and usage.total_bytes <= EVICT_FROM * budget.disk_bytes and not any(over):
+                self._drain.held = []
                 return
             now = self._drain.now()
             sessions = session_uses(view, now)
             chosen = plan_eviction(sessions, usage.total_bytes, tenants, budget, now.ms)
+        self._note_held(plan_held(sessions, chosen, usage.total_bytes, tenants, budget))
         self.progress.at("evict", len(chosen))
         for session in chosen:
             self._remove(session.key)
@@ -310,6 +342,16 @@ class Compaction:
             self.progress.counts["evicted"] += 1
             self.progress.done += 1
             yield
+
+    def _note_held(self, held: list[Held]) -> None:
+        known = {one.namespace for one in self._drain.held}
+        for one in held:
+            if one.namespace not in known:
+                log.warning(
+                    "compact.budget_held", tenant=one.namespace, used=one.used, limit=one.limit,
+                    hint="what is live or pinned is never evicted: unpin or end sessions, or raise the budget",
+                )  # fmt: skip
+        self._drain.held = held
 
     def _remove(self, key: SessionKey) -> int:
         """Drop the names of a session that isn't live: its blocks go with the next collection. Returns sequences removed."""
@@ -321,6 +363,42 @@ class Compaction:
             for one in found:
                 group.delete_sequence(one.id)
         return len(found)
+
+    # ------------------------------------------------------------ seal
+
+    def _seal(self) -> Iterator[None]:
+        """Seal what was stored before its tenant had a key."""
+        with self._drain.store().snapshot() as view:
+            tenants = late_keys.marked(view)
+            total = sum(view.count(database) for database in late_keys.DATABASES) if tenants else 0
+        if not tenants:
+            return
+        self.progress.at("seal", total)
+        for database in late_keys.DATABASES:
+            after: bytes | None = b""
+            while after is not None:
+                after = self._seal_batch(database, after, tenants)
+                yield
+        if not self._dry_run:
+            with self._drain.store().group(freeing=True) as group:
+                late_keys.unmark(group, tenants)
+            log.info("compact.sealed", tenants=sorted({t.namespace for t in tenants.values()}), **self.progress.counts)
+
+    def _seal_batch(self, database: str, after: bytes, tenants: late_keys.Tenants) -> bytes | None:
+        """One transaction over some records of a database; the last key looked at, None at its end."""
+        size, counts = 0, self.progress.counts
+        with self._drain.store().group(freeing=True) as group:
+            keys = [key for key, _ in group.scan_raw(database, after, BATCH)]
+            for value in list(late_keys.open_values(group, tenants, database, after, BATCH)):
+                written = value.size if self._dry_run else late_keys.seal(group, value)
+                counts["sealed_values"] += bool(written)
+                counts["sealed_bytes"] += written
+                size += written
+                if size >= FREE_BATCH_BYTES:
+                    self.progress.done += keys.index(value.key) + 1
+                    return value.key
+        self.progress.done += len(keys)
+        return keys[-1] if keys else None
 
     # ------------------------------------------------------------ mark
 

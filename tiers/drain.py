@@ -21,7 +21,7 @@ import structlog
 from tiers import failpoints, media
 from tiers.base import SessionKey
 from tiers.clock import SteadyClock
-from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Now, tenant_bytes
+from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Held, Now, tenant_bytes
 from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size, padded
@@ -106,6 +106,7 @@ class Drain:
         self.bad_bases: set[SessionKey] = set()  # that could not be made again
         self._began_ms = self._clock()
         self._losses = 0
+        self.held: list[Held] = []  # budgets that the last eviction could not keep
 
     def open(self) -> None:
         """Make or open the store now, so that readers find one. Raises StoreFailed."""
@@ -531,11 +532,21 @@ class Drain:
                 "disk": [stats["live_bytes"], self.disk_limit(self._store)],
                 "memory": [self.cached_bytes, self.settings.memory_budget_bytes],
             }
+            stats["held"] = self._still_held(stats["budgets"]["disk"], stats["tenants"])
             stats["snapshots"] = self._snapshot_rows(self._store)
             stats["snapshots_held"] = sorted(s.pid for s in self._snapshots.values() if s.is_held)
             stats["snapshot_lag"] = self._store.oldest_snapshot_lag()
         stats["io_write_bytes"] = _io_write_bytes()
         return stats
+
+    def _still_held(self, disk: list[int], tenants: dict[str, list[int]]) -> list[dict[str, Any]]:
+        """Budgets that could not be kept when sessions were evicted last, and are nine tenths full now."""
+        found = []
+        for held in self.held:
+            used, limit = tenants.get(held.namespace, [0, 0]) if held.namespace else disk
+            if limit and used > EVICT_FROM * limit:
+                found.append({"tenant": held.namespace, "used": used, "limit": limit})
+        return found
 
     def is_crowded(self) -> bool:
         """Whether sessions should be evicted now, not when it is the background's turn. Looks every few seconds."""
@@ -546,10 +557,8 @@ class Drain:
         return self._store.usage().total_bytes > EVICT_FROM * self.disk_limit(self._store)
 
     def disk_limit(self, store: Store) -> int:
-        """Bytes of values from nine tenths of which on sessions are evicted: the budget, or what the disk has room for; four fifths
-        of the map at most."""
-        limit = int(MAP_SHARE * store.map_bytes())
-        return min(limit, self.settings.disk_budget_bytes or disk_share(store.path, store.used_bytes()))
+        """As the function of that name, of the open store."""
+        return disk_limit(self.settings, store.path, store.used_bytes(), store.map_bytes())
 
     def budget(self) -> Budget:
         """What compaction is to keep to."""
@@ -568,6 +577,16 @@ class Drain:
         finally:
             self._sealing.ahead.close()
             self._lanes.close()
+
+
+def disk_limit(settings: TierSettings, path: Path, used_bytes: int, map_bytes: int) -> int:
+    """Bytes of values from nine tenths of which on sessions are evicted: the budget, or what the disk has room for; four fifths
+    of the map at most.
+
+    path        the store's directory, or where it will be
+    used_bytes  of its file
+    """
+    return min(int(MAP_SHARE * map_bytes), settings.disk_budget_bytes or disk_share(path, used_bytes))
 
 
 def disk_share(path: Path, used_bytes: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers.base import Base, SessionKey, pack_base
 from tiers.errors import BadBlock
-from tiers.keys import Keyring
+from tiers.keys import Keyring, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId, chain_root
 from tiers.store_file import reach
 from tiers.track import PointPlace, Sealed, Track
@@ -209,6 +210,44 @@ class Group(View):
         self._txn.put(block, packed, db=self._db[b"nodes"])
         self._count(node.tenant, "blocks", 0, disk_bytes(size) - disk_bytes(was))
         return was - size
+
+    def seal_block(self, block: BlockId, namespace: str) -> None:
+        """Store a block and its place again, sealed for its tenant, whose key came later than it."""
+        node, raw = self.node(block), self.raw("blocks", block)
+        if node is None or raw is None or is_sealed(raw):
+            return
+        tokens = self.child_tokens(node.parent, block)
+        size = self._put_sealed(namespace, "blocks", block, raw)
+        packed = NODE.pack(node.parent, node.tenant, node.token_end, ALL_GROUPS & ~node.groups, size)
+        self._txn.put(block, packed, db=self._db[b"nodes"])
+        self._count(node.tenant, "blocks", 0, disk_bytes(size) - disk_bytes(node.value_bytes))
+        if tokens is not None:
+            self._txn.delete(child_prefix(node.parent, tokens) + block, db=self._db[b"children"])
+            self._put_sealed(namespace, "children", node.parent + block, tokens)
+
+    def seal_point(self, key: bytes, namespace: str) -> None:
+        """The same for a rollback point, by its key in `points`."""
+        raw, state = self.raw("points", key), self.raw("states", key[-16:])
+        if raw is None or state is None or is_sealed(state):
+            return
+        entry = self.decode_point(raw)
+        size = self._put_sealed(namespace, "states", key[-16:], state)
+        self._txn.put(key, encode(msgspec.structs.replace(entry, value_bytes=size)), db=self._db[b"points"])
+        self._count(entry.tenant, "points", 0, disk_bytes(size) - disk_bytes(entry.value_bytes))
+
+    def seal_value(self, database: str, key: bytes, namespace: str, tenant: bytes) -> None:
+        """The same for a tail piece or a base of the chain root `tenant`, or for a sequence, of which nothing is counted."""
+        raw = self.raw(database, key)
+        if raw is None or is_sealed(raw):
+            return
+        was = len(raw)
+        size = self._put_sealed(namespace, database, key, raw)
+        if database in ("tails", "bases"):
+            self._count(tenant, database, 0, disk_bytes(size) - disk_bytes(was))
+
+    def put_meta(self, key: bytes, value: bytes) -> None:
+        """Note something about the whole store."""
+        self._txn.put(key, value, db=self._db[b"meta"])
 
     def put_base(self, key: SessionKey, base: Base) -> None:
         """Store a compacted session."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from tiers import late_keys
 from tiers.compaction import EVICT_FROM, GRACE_S, Compaction, damaged_bases, plan_folds, sequences_of, tenant_bytes
 from tiers.drain import Drain
 from tiers.errors import TierError
@@ -139,8 +140,11 @@ class Jobs:
         try:
             self.look_at_bases()
             grows = self._drain.grows_by_snapshot()
-            if grows or self.wants_compaction():
-                self.start(self._drain.settings.compact_after_s, GRACE_S, background=True, shrink=grows)
+            with self._drain.store().snapshot() as view:
+                unscrubbed, unsealed = late_keys.is_unscrubbed(view), late_keys.marked(view)
+            shrink = grows or unscrubbed
+            if shrink or unsealed or self.wants_compaction():
+                self.start(self._drain.settings.compact_after_s, GRACE_S, background=True, shrink=shrink)
         except TierError as error:
             log.warning("compact.postponed", error=str(error))
 

@@ -25,6 +25,7 @@ from tiers.base import unpack_base
 from tiers.compaction import Drained, Progressing
 from tiers.errors import BadBlock, StoreFailed
 from tiers.keys import Locked
+from tiers.late_keys import UNSCRUBBED
 from tiers.store import Store
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
 from tiers.values import DATABASES, KIND_BLOCK, KIND_POINT, KIND_TAIL, unpack_value
@@ -56,6 +57,8 @@ class Shrink:
             yield from self._make(store, target)
             self.progress.at("switch")
             store.switch(target)
+            with store.group(freeing=True) as group:
+                group.delete_raw("meta", UNSCRUBBED)  # the new file has no pages of what was stored openly
             self.progress.counts["freed_bytes"] = before - store.used_bytes()
             self.progress.at("done")
         finally:

@@ -17,7 +17,7 @@ from typing import Any
 import lmdb
 import structlog
 
-from tiers import failpoints, whole_file
+from tiers import failpoints, late_keys, whole_file
 from tiers.errors import OtherFormat, StoreFailed
 from tiers.group import Group, Noting, Scratch
 from tiers.keys import Keyring, Locked
@@ -100,13 +100,20 @@ class Store:
         self._files = identity(self.path)
 
     def _know_tenants(self) -> None:
-        """Have the keys of all tenants at hand, and say which are missing."""
+        """Have the keys of all tenants at hand, and say which are missing, and what is stored openly though its key is given."""
+        if self.keys:
+            with self._env.begin(write=True) as txn:
+                late_keys.mark(txn, self._db, self.keys)
         with self._env.begin(buffers=True) as txn:
             view = View(txn, self._db, self.keys)
             for _, tenant in view.tenants():
                 self.keys.know(tenant.namespace)
                 if tenant.sealed and not self.keys.has(tenant.namespace):
                     log.error("store.key_missing", namespace=tenant.namespace, hint=Locked.hint)
+            for tenant in late_keys.marked(view).values():
+                log.warning(
+                    "store.unsealed", namespace=tenant.namespace, hint="stored before it had a key; compaction seals it"
+                )
 
     def take_touched(self) -> set[tuple[bytes, bytes]]:
         """(database, key) of everything that was changed since the last call, while the file is being copied."""

@@ -16,6 +16,7 @@ from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane import LaneSet, RecordType
 from tiers.lane_seal import LockedRecord
+from tiers.late_keys import count_open
 from tiers.layout import BlockId, PointId, SequenceId
 from tiers.values import READERS, PointEntry, Progress, unpack_node
 from tiers.view import OPENED, StoreReader, View
@@ -52,6 +53,7 @@ class Checked:
     records: int = 0
     sequences: int = 0
     bases: int = 0
+    open: int = 0  # not sealed, though the tenant's key is given: stored before it was
     locked: int = 0  # sealed with a key that isn't here: not looked at
     bytes: int = 0
 
@@ -75,6 +77,8 @@ def verify(
         yield from _name_blocks(store, bad, counts)
         yield from _bad_tails(store, counts, pace)
         yield from _bad_points(store, counts, pace)
+        with store.snapshot() as view:
+            counts.open = count_open(view)
         if lane_dir is not None:
             yield from _bad_records(store, lane_dir, counts)
     finally:

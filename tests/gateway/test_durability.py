@@ -6,12 +6,13 @@ A real keeper works on the gateway's directories; the test writes the lane that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ class KeeperProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+@contextlib.asynccontextmanager
+async def keeper_thread(world: World, **settings: Any) -> AsyncIterator[None]:
+    """A keeper in a thread of this process, whose modules a test may change."""
+    options = {"drain_interval_ms": 20, "sync_interval_ms": 20, "block_tokens": BLOCK, **settings}
+    keeper = Keeper(world.config.paths.make(), TierSettings(**options), orphan_s=0)
+    thread = threading.Thread(target=keeper.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        keeper.stop()
+        await asyncio.to_thread(thread.join)
 
 
 @pytest.fixture
@@ -242,11 +257,7 @@ async def test_a_full_disk_is_called_that_and_the_keeper_is_up(world: World, mon
     await capture(world, stream, count, close=False)
     with monkeypatch.context() as patched:
         patched.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
-        settings = TierSettings(drain_interval_ms=20, sync_interval_ms=20, block_tokens=BLOCK)
-        keeper = Keeper(world.config.paths.make(), settings, orphan_s=0)
-        thread = threading.Thread(target=keeper.run)
-        thread.start()
-        try:
+        async with keeper_thread(world):
 
             async def degraded() -> list[dict[str, Any]]:
                 return list((await world.get("/health"))["degraded"])
@@ -263,9 +274,24 @@ async def test_a_full_disk_is_called_that_and_the_keeper_is_up(world: World, mon
             patched.undo()
             await session(world, durable=count, degraded="")
             assert not await degraded()
-        finally:
-            keeper.stop()
-            await asyncio.to_thread(thread.join)
+
+
+async def test_a_budget_that_a_live_session_uses_up_is_said_and_holds_nothing_back(world: World) -> None:
+    _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+    stream = headers["X-Stream-Id"]
+    count = (await session(world, turns=1, live_streams=[]))["tokens"] - 1
+    await capture(world, stream, count, close=False)
+    async with keeper_thread(world, tenant_budget_bytes=1000, compact_interval_s=0.05):
+
+        async def degraded() -> list[dict[str, Any]]:
+            return list((await world.get("/health"))["degraded"])
+
+        (row,) = await world.until(degraded, 30.0)
+        assert (row["state"], row["tenant"]) == ("budget_held", "default")
+        assert "1000 bytes are taken" in row["reason"] and "unpin" in row["hint"]
+        await session(world, durable=count, degraded="")
+        async with world.http.get("/metrics") as response:
+            assert 'concordia_degraded{state="budget_held"} 1.0' in await response.text()
 
 
 # ---------------------------------------------------------------- turn

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -24,10 +25,36 @@ from ops.errors import AlreadyRunning
 from ops.processes import FileLock
 from tiers.paths import Paths
 
-COMMANDS = [
-    *("serve", "pull", "status", "sessions", "config", "demo"),
-    *("verify", "inspect", "recover", "repair", "export", "import", "backup", "restore", "doctor"),
-]
+
+def leaves(group: click.Group = cli.main, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command by its full name."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from leaves(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
+COMMANDS = dict(leaves())
+DOCUMENTED = (
+    *(
+        "serve",
+        "pull",
+        "status",
+        "config",
+        "demo",
+        "verify",
+        "inspect",
+        "recover",
+        "repair",
+        "export",
+        "import",
+        "backup",
+    ),
+    *("restore", "compact", "gc", "stats", "doctor", "migrate", "drain", "upgrade"),
+    *(f"sessions {name}" for name in ("ls", "show", "fork", "park", "pin", "unpin", "rm")),
+)
+DESTRUCTIVE = ("repair", "import", "restore", "compact", "gc", "sessions rm")
 
 
 def concordia(*arguments: str, **environment: str) -> Result:
@@ -35,19 +62,21 @@ def concordia(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(cli.main, list(arguments), env={**clean, **environment})
 
 
-@pytest.mark.parametrize(
-    "command", [[], *([name] for name in COMMANDS), *(["sessions", n] for n in ("ls", "show", "fork", "park", "rm"))]
-)
-def test_every_command_has_help(command: list[str]) -> None:
-    result = concordia(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage: " in result.stdout
+def test_every_command_has_help_that_ends_with_its_exit_codes() -> None:
+    assert set(DOCUMENTED) <= set(COMMANDS)
+    for command in ("", "sessions", *COMMANDS):
+        result = concordia(*command.split(), "--help")
+        assert result.exit_code == 0 and "Usage: " in result.stdout, command
+        codes = result.stdout.partition("Exit codes:")[2].split("\n")[1:]
+        assert [line.split()[0] for line in codes if line.strip()][:3] == ["0", "1", "2"], command
+    for command in ("verify", "inspect", "repair", "import", "restore", "backup"):
+        assert "6  damage was found" in concordia(command, "--help").stdout
 
 
-def test_help_tells_the_exit_codes() -> None:
-    assert "6  damage was found" in concordia("--help").stdout
-    for command in COMMANDS:
-        assert "Exit codes:" in concordia(command, "--help").stdout
+def test_every_command_has_json_and_what_takes_away_has_yes_and_dry_run() -> None:
+    flags = {name: {flag for option in command.params for flag in option.opts} for name, command in COMMANDS.items()}
+    assert [name for name in flags if "--json" not in flags[name]] == ["serve"]
+    assert [name for name in DESTRUCTIVE if not {"--yes", "--dry-run"} <= flags[name]] == []
 
 
 def test_wrong_usage_exits_with_2(tmp_path: Path) -> None:
@@ -73,6 +102,18 @@ def test_config_shows_value_and_source(tmp_path: Path) -> None:
     table = concordia("config", "--data-dir", str(tmp_path), "--port", "9001").stdout
     assert "gateway.port" in table
     assert "flag --port" in table
+
+
+def test_config_shows_what_is_left_to_the_machine(tmp_path: Path) -> None:
+    where = ("--data-dir", str(tmp_path / "data"))
+    shown = json.loads(concordia("config", "--json", *where).stdout)
+    budget, disk = shown["tiers.disk_budget_bytes"], os.statvfs(tmp_path)
+    assert budget["value"] == 0 and 0 < budget["resolved"] <= disk.f_bavail * disk.f_frsize
+    assert shown["engine.threads"]["resolved"] >= 1 and "resolved" not in shown["gateway.port"]
+    assert "(now " in concordia("config", *where).stdout
+    given = json.loads(concordia("config", "--json", *where, CONCORDIA_TIERS_DISK_BUDGET_BYTES="5G").stdout)
+    assert given["tiers.disk_budget_bytes"]["value"] == 5 * 10**9
+    assert "resolved" not in given["tiers.disk_budget_bytes"]
 
 
 def test_unknown_model_exits_with_3(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from ops import show
 from ops.flags import system_problem
 from ops.serve import refuse_early
 from tests.ops.conftest import TOKENS, Place
@@ -53,6 +54,7 @@ def test_serve_refuses_it_before_it_starts_anything(place: Place) -> None:
     "command",
     [
         ("verify", "--limit-mb-s", "-1"), ("repair", "--limit-mb-s", "-1"), ("compact", "--settle-s", "-1"),
+        ("backup", "somewhere", "--limit-mb-s", "-1"),
         ("compact", "--grace-s", "-1"), ("gc", "--grace-s", "-1"), ("inspect", "e0", "--limit", "0"),
         ("inspect", "e0", "--from", "-1"),
     ],
@@ -81,6 +83,21 @@ def test_questions_name_only_flags_that_there_are(place: Place, tmp_path: Path) 
     said = place.refused(5, "export", "chat", "-o", str(tmp_path / "f"))
     assert "--yes" in said and "--dry-run" not in said
     assert "there is no directory" in place.refused(1, "restore", str(tmp_path / "nowhere"))
+
+
+def test_long_work_says_how_far_it_is_unless_json_is_wanted(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "PLAIN_INTERVAL_S", 0.0)
+    place.session("chat", TOKENS, drained=False)
+    file, backup = str(tmp_path / "f"), str(tmp_path / "backup")
+    for command in (
+        ("recover",), ("verify",), ("repair", "--yes"), ("export", "chat", "-o", file), ("verify", file), ("backup", backup),
+        ("verify", backup), ("import", file, "--as", "copy"), ("compact",), ("gc",), ("doctor",), ("restore", backup, "--replace", "--yes"),
+    ):  # fmt: skip
+        said = place.run(*command)
+        assert said.exit_code == 0 and " %" in said.stderr, (command, said.stderr, said.exception)
+    assert " %" not in place.run("verify", "--json").stderr
 
 
 def test_restore_says_where_what_was_there_is_now(place: Place, tmp_path: Path) -> None:

@@ -552,6 +552,32 @@ def test_over_the_budget_what_an_unread_sequence_leans_on_stays(world: World) ->
     drain.close()
 
 
+@pytest.mark.parametrize("whose", ["store", "tenant"])
+def test_a_budget_that_only_pinned_and_live_sessions_use_up_is_said(
+    world: World, whose: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They stay, and the operator is told: in the log once, and in what the keeper tells as long as it lasts."""
+    lane = world.lane()
+    answer(world, lane, "old", some_tokens(43, seed=9), session="old", namespace="one")
+    world.capture(lane, "live", some_tokens(43, seed=8), [43], session="live", namespace="one")
+    drain = world.drained()
+    Operations(drain).pin("one", "old", True)
+    used = drain.store().usage().total_bytes
+    limits = {"disk_budget_bytes": used} if whose == "store" else {"tenant_budget_bytes": used}
+    drain.settings = dataclasses.replace(world.settings, **limits)
+    for _ in range(2):
+        assert compact(drain, budget=drain.budget()).counts["evicted"] == 0
+    assert restorable(world, drain, some_tokens(43, seed=9), "one") == 43
+    (held,) = drain.stats()["held"]
+    assert (held["tenant"], held["limit"]) == ("" if whose == "store" else "one", used)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("compact.budget_held") == 1
+    Operations(drain).pin("one", "old", False)
+    assert compact(drain, budget=drain.budget()).counts["evicted"] == 1
+    assert drain.stats()["held"] == []
+    drain.close()
+
+
 def test_page_cache_of_the_store_is_counted_and_given_back(world: World) -> None:
     answer(world, world.lane(), "a", TOKENS)
     world.drain()

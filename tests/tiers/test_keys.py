@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers.keyed import (
+    KEY,
+    OTHER,
+    POINT_BYTES,
+    SECRETS,
+    SESSION,
+    TOKENS,
+    check_point,
+    is_readable,
+    put_point,
+)
 from tests.tiers.sample import (
     BLOCK,
+    LAYOUT,
     ROOT,
     World,
     append_point,
     append_rows,
     read_all,
-    rows,
     sequence,
     some_tokens,
     state,
 )
 from tests.tiers.test_compaction import answer, check_usage, compact, counts, restorable
+from tiers import late_keys
+from tiers.compaction import Compaction
 from tiers.drain import Drain
 from tiers.errors import BadBlock
+from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE, SEALED_BYTES, BadKeys, Keyring, Locked
 from tiers.lane import PointKind
 from tiers.layout import Layout
 from tiers.shrink import Shrink
 from tiers.store import Store
-from tiers.verify import verify
+from tiers.verify import Checked, verify
 
-TOKENS = some_tokens(5 * BLOCK + 3)
-KEY, OTHER = "11" * 32, "22" * 32
+LAYOUT_WITH_STATE = Layout(LAYOUT.groups, LAYOUT.windows, 40)
 
 
 @pytest.fixture
@@ -43,7 +56,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def capture(world: World, namespace: str = "secret") -> None:
-    answer(world, world.lane(), "a", TOKENS, session="the-session-name", namespace=namespace)
+    answer(world, world.lane(), "a", TOKENS, session=SESSION, namespace=namespace)
     world.drain()
 
 
@@ -107,13 +120,7 @@ def test_each_tenant_has_a_key_of_its_own_under_a_common_one() -> None:
 
 def test_nothing_of_the_tenant_is_readable_on_the_disk(world: World, keys: pytest.MonkeyPatch) -> None:
     capture(world)
-    for what in (
-        TOKENS[:4].tobytes(),
-        TOKENS[40:43].tobytes(),
-        rows(0, TOKENS[:8])[:16].tobytes(),
-        b"the-session-name",
-    ):
-        assert not on_disk(world, what)
+    assert not is_readable((world.paths.store / "data.mdb").read_bytes())
     assert read_all(world.finder(), TOKENS, namespace="secret")[0] == 43
     assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
 
@@ -140,14 +147,10 @@ def test_without_the_key_it_is_a_bad_block_with_a_reason(world: World, keys: pyt
 
 
 def test_points_are_sealed(world: World, keys: pytest.MonkeyPatch) -> None:
-    lane = world.lane()
-    lane.append_open(sequence("a"), 1, ROOT, Layout((), state_bytes=200), BLOCK, "secret", "chat", "a", TOKENS[:0])
-    append_point(lane, "a", 0, PointKind.CHUNK, 200)
+    put_point(world)
     world.drain()
-    assert not on_disk(world, state(0, 200)[:32].tobytes())
-    with world.finder().reading() as read:
-        (found,) = read.points(ROOT, "secret", TOKENS, limit=43, block_tokens=BLOCK)
-        assert np.array_equal(read.point(found), state(0, 200))
+    assert not on_disk(world, state(0, POINT_BYTES)[:32].tobytes())
+    check_point(world)
 
 
 def test_goes_on_after_a_restart_of_the_keeper(world: World, keys: pytest.MonkeyPatch) -> None:
@@ -170,7 +173,7 @@ def test_compacted_and_shrunk(world: World, keys: pytest.MonkeyPatch) -> None:
     assert restorable(world, drain, TOKENS, "secret") == 43
     check_usage(drain)
     drain.close()
-    assert not on_disk(world, TOKENS[:4].tobytes()) and not on_disk(world, b"the-session-name")
+    assert not is_readable((world.paths.store / "data.mdb").read_bytes())
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -214,3 +217,111 @@ def test_store_says_which_keys_are_missing(
     Store(world.paths.store, map_bytes=world.settings.store_map_bytes).close()
     said = capsys.readouterr()
     assert "store.key_missing" in said.out + said.err and "secret" in said.out + said.err
+
+
+# ---------------------------------------------------------------- a key that comes later
+
+
+@pytest.fixture
+def open_store(world: World) -> World:
+    """Two tenants without keys: one at rest with a base and a tail, both with points, rejected turns and sequences."""
+    lane, layout = world.lane(), LAYOUT_WITH_STATE
+    for name, namespace in (("a", "secret"), ("b", "open")):
+        lane.append_open(sequence(name), 1, ROOT, layout, BLOCK, namespace, SESSION, name, TOKENS[:0])
+        append_rows(lane, name, 0, TOKENS[:20], namespace=namespace)
+        append_point(lane, name, 20, PointKind.MESSAGE, layout.state_bytes, namespace=namespace)
+        append_rows(lane, name, 20, TOKENS[20:], namespace=namespace)
+    lane.append_close(sequence("a"), 1, len(TOKENS))
+    drain = world.drained()
+    compact(drain)
+    drain.close()
+    lane.append_open(sequence("c"), 1, ROOT, layout, BLOCK, "secret", "another", "c", TOKENS[:40])
+    append_rows(lane, "c", 40, TOKENS[40:42], namespace="secret")
+    world.drain()
+    return world
+
+
+def open_ones(drain: Drain) -> int:
+    with drain.store().snapshot() as view:
+        return late_keys.count_open(view)
+
+
+@pytest.mark.parametrize("key", [f"secret = {KEY}", f"* = {KEY}"])
+def test_what_was_stored_before_the_key_is_counted_and_sealed_by_compaction(
+    open_store: World, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    world = open_store
+    monkeypatch.setenv(KEYS_VARIABLE, key)
+    drain = Drain(world.paths, world.settings)
+    drain.open()
+    found = open_ones(drain)
+    assert found == (10 if "secret" in key else 18), "blocks, points, tails, sequences and a base"
+    checked = Checked()
+    assert compact(drain, dry_run=True).counts["sealed_values"] == found == open_ones(drain)
+    assert compact(drain).counts["sealed_values"] == found
+    assert open_ones(drain) == 0 and "sealed_values" not in compact(drain).counts
+    assert restorable(world, drain, TOKENS, "secret") == restorable(world, drain, TOKENS, "open") == 43
+    check_usage(drain)
+    with drain.store().snapshot() as view:
+        assert late_keys.is_unscrubbed(view) and not late_keys.marked(view)
+    for _ in Shrink(drain).run():
+        pass
+    with drain.store().snapshot() as view:
+        assert not late_keys.is_unscrubbed(view)
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes, checked=checked)) == []
+    assert checked.open == checked.locked == 0
+    assert [on_disk(world, what) for what in SECRETS] == ["*" not in key] * 4
+    monkeypatch.delenv(KEYS_VARIABLE)
+    with pytest.raises(BadBlock, match="key that isn't there"):
+        read_all(world.finder(), TOKENS, namespace="secret")
+
+
+def test_sealing_goes_on_where_it_stopped(open_store: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.compaction.BATCH", 2)
+    monkeypatch.setenv(KEYS_VARIABLE, f"secret = {KEY}")
+    left = []
+    for steps in range(3, 30):
+        drain = Drain(open_store.paths, open_store.settings)
+        run = Compaction(drain, settle_s=1e9, grace_s=0, collect=False).run()
+        for _ in range(steps):
+            next(run, None)
+        run.close()
+        left.append(open_ones(drain))
+        assert restorable(open_store, drain, TOKENS, "secret") == 43
+        check_usage(drain)
+        drain.close()
+    assert left == sorted(left, reverse=True) and left[0] > 0 and left[-1] == 0
+
+
+def test_the_keeper_seals_in_the_background_and_writes_the_file_anew(
+    open_store: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, f"* = {KEY}")
+    monkeypatch.setattr("tiers.keeper_jobs.GRACE_S", 0.0)
+    settings = dataclasses.replace(open_store.settings, compact_interval_s=0.001)
+    drain = Drain(open_store.paths, settings)
+    jobs = Jobs(drain)
+    for _ in range(2000):
+        jobs.work()
+        with drain.store().snapshot() as view:
+            if jobs.idle and not late_keys.marked(view) and not late_keys.is_unscrubbed(view):
+                break
+    assert open_ones(drain) == 0 and restorable(open_store, drain, TOKENS, "secret") == 43
+    drain.close()
+    assert not on_disk(open_store, TOKENS[:4].tobytes())
+
+
+def test_damaged_value_stays_damaged_when_it_is_sealed(open_store: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = Drain(open_store.paths, open_store.settings)
+    with drain.store().group() as group:
+        for key, raw in [(key, bytearray(raw)) for key, raw in group.scan_raw("blocks")][:2]:
+            raw[-1] ^= 1
+            group._txn.put(key, bytes(raw), db=group._db[b"blocks"])
+    drain.close()
+    monkeypatch.setenv(KEYS_VARIABLE, f"* = {KEY}")
+    drain = Drain(open_store.paths, open_store.settings)
+    compact(drain)
+    drain.close()
+    found = list(verify(open_store.paths.store, map_bytes=open_store.settings.store_map_bytes))
+    assert [(one.kind, one.reason) for one in found] == [("block", "a stored value's checksum is wrong")] * 2

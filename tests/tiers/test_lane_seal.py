@@ -11,12 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.golden.__main__ import GOLDEN_KEY
+from tests.tiers.keyed import (
+    KEY,
+    OTHER,
+    POINT_BYTES,
+    SESSION,
+    TOKENS,
+    check_point,
+    is_readable,
+    put_point,
+)
 from tests.tiers.sample import (
     BLOCK,
     LAYOUT,
     ROOT,
     World,
-    append_point,
     append_rows,
     flip,
     read_all,
@@ -31,14 +40,10 @@ from tiers.errors import BadBlock, BadRecord
 from tiers.keys import KEYS_VARIABLE, BadKeys, Keyring
 from tiers.lane import LaneReader, PointKind, RecordType, data_offset
 from tiers.lane_seal import HEAD, LaneOpener, LaneSealer, LockedRecord, Shape, Where
-from tiers.layout import Layout
 from tiers.offline import recover
 from tiers.paths import Paths
 from tiers.staging import StagingRing
 from tiers.verify import Checked, verify
-
-TOKENS = some_tokens(5 * BLOCK + 3)
-KEY, OTHER = "11" * 32, "22" * 32
 
 
 @pytest.fixture
@@ -49,15 +54,13 @@ def keys(world: World, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def readable(world: World) -> bool:
-    """Whether a tenant's tokens, rows or names stand in the lane as they are."""
-    data = b"".join(path.read_bytes() for path in world.paths.lane_dir.glob("*.lane"))
-    whats = (TOKENS[:4].tobytes(), rows(0, TOKENS[:8])[:16].tobytes(), b"the-session-name")
-    return any(what in data for what in whats)
+    """Whether anything of the tenant stands in a lane as it is."""
+    return is_readable(b"".join(path.read_bytes() for path in world.paths.lane_dir.glob("*.lane")))
 
 
 def capture(world: World, namespace: str = "secret", **more: object) -> None:
     lane = world.lane()
-    world.capture(lane, "a", TOKENS, [11, 43], session="the-session-name", namespace=namespace)
+    world.capture(lane, "a", TOKENS, [11, 43], session=SESSION, namespace=namespace)
     lane.close()
 
 
@@ -100,13 +103,9 @@ def test_on_a_file_system_it_is_sealed_by_itself(
 
 
 def test_points_and_kinds(world: World, keys: pytest.MonkeyPatch) -> None:
-    lane = world.lane()
-    lane.append_open(sequence("a"), 1, ROOT, Layout((), state_bytes=200), BLOCK, "secret", "chat", "a", TOKENS[:0])
-    append_point(lane, "a", 0, PointKind.MESSAGE, 200, namespace="secret")
-    assert state(0, 200)[:32].tobytes() not in world.paths.lane("e0").read_bytes()
-    with world.finder().reading() as read:
-        (found,) = read.points(ROOT, "secret", TOKENS, limit=43, block_tokens=BLOCK)
-        assert found.kind == PointKind.MESSAGE and np.array_equal(read.point(found), state(0, 200))
+    put_point(world)
+    assert state(0, POINT_BYTES)[:32].tobytes() not in world.paths.lane("e0").read_bytes()
+    check_point(world)
     assert world.drain()["points_put"] == 1
 
 
@@ -124,7 +123,7 @@ def test_without_the_key_nothing_is_found_nothing_is_damaged_and_recover_refuses
     keys.delenv(KEYS_VARIABLE)
     assert read_all(world.finder(), TOKENS, namespace="secret")[0] == 0
     keys.setenv(KEYS_VARIABLE, f"secret = {KEY}")
-    assert recover(world.paths, world.settings).sessions == {("the-session-name", "a"): 43}
+    assert recover(world.paths, world.settings).sessions == {(SESSION, "a"): 43}
     assert read_all(world.finder(), TOKENS, namespace="secret")[0] == 43
 
 
