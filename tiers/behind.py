@@ -1,31 +1,37 @@
 """A lane's writer and a second thread beside it: large records are copied and summed by whichever is free, and published in order.
 
 Stage *append*. Each record is filled and summed by one thread, whose cache then holds it: for the other one to read what was just
-written costs as long as to copy it. The thread is started with the first record. Where no core is free for it the writer takes back
-what it gave, so that it never waits to be scheduled. A writer that is killed leaves what isn't published unseen, as ever.
+written costs as long as to copy it. The thread is started with the first record. Where no core is free for it sharing costs more than
+it saves: then the writer takes back what the thread has not begun, and works alone for a while. A writer that is killed leaves what
+isn't published unseen, as ever.
 """
 
 from __future__ import annotations
 
 import _thread
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 LINE_LIMIT = 8  # records that may wait to be published
+ALONE_S, ALONE_LIMIT_S = 0.05, 3.0  # how long the writer works alone when sharing was slower: twice as long each time
+TOLERANCE = 1.3  # sharing may take so much longer: what a byte takes this thread alone is measured at its best
+FORGET = 1.02  # the time that a byte takes this side is the least that was seen, and grows by so much with each record
 
 Prepare = Callable[[], int]  # fills a record, and returns its checksum
 Publish = Callable[[int], None]
 
 
 class _Item:
-    """One record on its way. checksum: None until it is filled, or if that failed."""
+    """One record on its way. is_done: it is filled and `checksum` known, or `error` says what kept it from that."""
 
-    __slots__ = ("checksum", "is_done", "prepare", "publish")
+    __slots__ = ("checksum", "error", "is_done", "prepare", "publish")
 
     def __init__(self, prepare: Prepare, publish: Publish) -> None:
         self.prepare, self.publish = prepare, publish
-        self.checksum: int | None = None
+        self.checksum = 0
+        self.error: BaseException | None = None
         self.is_done = False
 
 
@@ -41,34 +47,51 @@ class Behind:
         self._work: deque[_Item] = deque()  # given to the thread and not begun: one at most; whoever pops it does it
         self._error: BaseException | None = None
         self._is_started = self._is_ending = False
+        self._began, self._bytes, self._is_shared = 0.0, 0, False  # of the records since the last `wait`
+        self._own_s = 1.0  # that a byte takes this side
+        self._alone_s, self._alone_until = ALONE_S, 0.0
 
     @property
     def has_failed(self) -> bool:
         """Whether something ended in an error since the last `wait`: what came after it isn't published."""
         return self._error is not None
 
-    def share(self, prepare: Prepare, publish: Publish) -> None:
-        """Have a record prepared, by this thread or the other one, and published after those before it.
+    def share(self, size: int, prepare: Prepare, publish: Publish, *, at_once: bool = False) -> None:
+        """Have a record of `size` bytes prepared, by this thread or the other one, and published after those before it.
 
-        One alone waits for `wait`: to wake the thread for it would take longer than to do it then.
+        at_once  also if it is alone. Otherwise it then is left for `wait`: to wake the thread would take longer than to do it
         """
         if len(self._line) >= LINE_LIMIT:
             self._finish()
-        item, is_first = _Item(prepare, publish), not self._line
+        item, is_first, now = _Item(prepare, publish), not (self._bytes or at_once), time.perf_counter()
+        self._began = self._began if self._bytes else now
+        self._bytes += size
         self._line.append(item)
-        has_work = bool(self._work)
-        if not has_work:
+        is_alone, has_work = now < self._alone_until, bool(self._work)
+        if not (is_alone or has_work):
             self._work.append(item)
-        if not is_first:
+        if not (is_alone or is_first):
+            self._is_shared = True
             self._wake()
-        if has_work:  # the thread has something to go on with
+        if is_alone or has_work:  # the thread gets no core, or has something to go on with
             self._do(item)
+            self._own_s = min(FORGET * self._own_s, (time.perf_counter() - now) / size)
 
     def wait(self) -> BaseException | None:
         """Until all is published, with the help of this thread; the error that kept something from it, if one did."""
         self._finish()
+        if self._is_shared:
+            self._judge(time.perf_counter())
+        self._bytes, self._is_shared = 0, False
         error, self._error = self._error, None
         return error
+
+    def _judge(self, now: float) -> None:
+        """Was it faster than this thread alone? If not, it works alone for a while."""
+        if now - self._began < TOLERANCE * self._own_s * self._bytes:
+            self._alone_s = ALONE_S
+        else:
+            self._alone_until, self._alone_s = now + self._alone_s, min(2 * self._alone_s, ALONE_LIMIT_S)
 
     def end(self) -> None:
         """Let the thread end; after `wait`."""
@@ -102,18 +125,20 @@ class Behind:
             try:
                 item.checksum = item.prepare()
             except BaseException as error:
-                self._error = error
+                item.error = error
         item.is_done = True
         with self._publishing:
             while self._line and self._line[0].is_done:
                 self._publish(self._line.popleft())
 
     def _publish(self, item: _Item) -> None:
-        if self._error is None and item.checksum is not None:
+        """In the records' order, whichever thread comes to it: what follows a failed one stays unseen."""
+        if self._error is None and item.error is None:
             try:
                 item.publish(item.checksum)
             except BaseException as error:
-                self._error = error
+                item.error = error
+        self._error = self._error or item.error
 
     def _run(self) -> None:
         while not self._is_ending:

@@ -54,7 +54,9 @@ ENTRY_VERSION = 2
 ENTRY_BYTES = 128
 DIRECTORY_OFFSET = 2 * PAGE
 ALIGN = 64
-SHARED_BYTES = 512 << 10  # of a frame: from here on copying and summing it takes longer than handing it over to another thread
+SHARED_BYTES = (
+    512 << 10
+)  # of a frame: from here on copying and summing it takes longer than handing it over to another thread
 DELETED = " (deleted)"  # added to the name of a lane whose file is gone
 OPENED_BYTES = 32 << 20  # of sealed frames that a reader keeps opened
 POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
@@ -198,7 +200,9 @@ class Reservation:
         self.put_tokens(tokens)
         if lane.shares_out(self.frame.size):
             failpoints.reach("append.payload.after")
-            return lane._share(self, sequence, epoch, token_start, lambda: xxh3_64_intdigest(payload.data), at_once=True)
+            return lane._share(
+                self, sequence, epoch, token_start, lambda: xxh3_64_intdigest(payload.data), at_once=True
+            )
         return lane._commit(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, payload)
 
 
@@ -291,7 +295,9 @@ class LaneWriter:
         self._reserved: list[AnyReservation] = []  # in the order of their places
         self._before_reuse: Callable[[], None] | None = None
         self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
-        self._pending: deque[tuple[int, int]] = deque()  # number and payload offset of records that may not be published
+        self._pending: deque[tuple[int, int]] = (
+            deque()
+        )  # number and payload offset of records that may not be published
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
 

@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,8 +150,9 @@ def test_killed_in_the_thread_leaves_only_whole_records(place: str, left: int, w
     assert len(keeper.records(0)) == left + 1
 
 
-def test_records_are_prepared_by_both_and_published_once_and_in_order() -> None:
+def test_records_are_prepared_by_both_and_published_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two threads meet at every instruction, sooner or later."""
+    monkeypatch.setattr(Behind, "_judge", lambda behind, now: None)  # nothing is too small or too slow to be shared
     behind, done, by, interval = Behind(), list[int](), set[str](), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -161,7 +164,7 @@ def test_records_are_prepared_by_both_and_published_once_and_in_order() -> None:
 
     try:
         for lap in range(20_000):
-            behind.share(partial(prepare, lap), done.append)
+            behind.share(1000, partial(prepare, lap), done.append)
             if lap % 5 > 2:
                 assert behind.wait() is None
                 assert len(done) == lap + 1
@@ -175,7 +178,7 @@ def test_records_are_prepared_by_both_and_published_once_and_in_order() -> None:
 def test_one_alone_is_done_by_who_waits_for_it() -> None:
     behind, by = Behind(), list[str]()
     for lap in range(3):
-        behind.share(lambda: by.append(threading.current_thread().name) or 7, lambda checksum: None)
+        behind.share(1000, lambda: by.append(threading.current_thread().name) or 7, lambda checksum: None)
         assert len(by) == lap and behind.wait() is None
     assert set(by) == {threading.current_thread().name}
 
@@ -189,16 +192,63 @@ def test_more_than_a_few_wait_for_the_thread() -> None:
         may_go_on.wait(60)
         return 0
 
-    behind.share(slow, done.append)
+    behind.share(1000, slow, done.append)
     behind._wake()
     assert in_it.wait(60)
     for number in range(1, LINE_LIMIT):
-        behind.share(partial(int, number), done.append)
-    assert not done
+        behind.share(1000, partial(int, number), done.append)
+    assert not done and len(behind._line) == LINE_LIMIT
     threading.Timer(0.05, may_go_on.set).start()
-    behind.share(partial(int, LINE_LIMIT), done.append)
+    behind.share(1000, partial(int, LINE_LIMIT), done.append)
     assert done == list(range(LINE_LIMIT)) and behind.wait() is None
     assert done == list(range(LINE_LIMIT + 1))
+    behind.end()
+
+
+def test_where_sharing_is_slower_the_writer_works_alone_for_a_while() -> None:
+    behind, done, in_it, by = Behind(), list[int](), threading.Event(), set[str]()
+
+    def slow() -> int:
+        in_it.set()
+        time.sleep(0.05)
+        return 0
+
+    def prepare() -> int:
+        by.add(threading.current_thread().name)
+        return 1
+
+    for _ in range(2):  # the other thread has one of them, and gets no core
+        behind.share(1000, slow if not in_it.is_set() else int, done.append)
+    assert behind.wait() is None and len(done) == 2
+    behind._judge(behind._began + 1e9)
+    assert behind._alone_until > 1e9
+    for count in (3, 4, 5):
+        behind.share(1000, prepare, done.append)
+        assert len(done) == count
+    assert behind.wait() is None and by == {threading.current_thread().name}
+    behind._alone_until, behind._bytes = 0.0, 10**9
+    behind._judge(behind._began)
+    assert behind._alone_until == 0.0
+    behind.end()
+
+
+def test_what_came_before_a_failure_is_published() -> None:
+    behind, done, in_it, may_go_on = Behind(), list[int](), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        in_it.set()
+        may_go_on.wait(60)
+        return 7
+
+    behind.share(1000, slow, done.append)
+    behind._wake()
+    assert in_it.wait(60)
+    behind.share(1000, int, done.append)
+    behind.share(1000, lambda: 1 // 0, done.append)  # by this thread, while the other one is in the first
+    behind.share(1000, int, done.append)
+    assert not done and not behind.has_failed
+    may_go_on.set()
+    assert isinstance(behind.wait(), ZeroDivisionError) and done == [7, 0]
     behind.end()
 
 
@@ -206,13 +256,13 @@ def test_more_than_a_few_wait_for_the_thread() -> None:
 def test_what_comes_after_a_failure_is_not_published(where: str) -> None:
     behind, done = Behind(), list[int]()
 
-    def fail(*_: int) -> int:
+    def fail(*_: int) -> Any:
         raise ZeroDivisionError
 
-    behind.share(fail if where == "prepare" else int, fail if where == "publish" else done.append)
-    behind.share(int, done.append)
+    behind.share(1000, fail if where == "prepare" else int, fail if where == "publish" else done.append)
+    behind.share(1000, int, done.append)
     assert isinstance(behind.wait(), ZeroDivisionError) and not done
-    behind.share(int, done.append)
+    behind.share(1000, int, done.append)
     assert behind.wait() is None and done == [0]
     behind.end()
 
