@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from engine.lane_watch import LaneWatch
 from engine.link import GatewayLink
 from engine.lookup import Lookup, resident_part
 from engine.model import Model
-from engine.placement import choose_slot
+from engine.placement import SlotChoice, choose_slot
 from engine.plan import Kinds, Plan, Resident
 from engine.points import Points
 from engine.restore import Restore, Speeds
@@ -389,7 +389,7 @@ class Engine:
                 continue
             submit, tokens = sequence.submit, sequence.array()
             limit = len(tokens) - 1
-            self.follower.claim(submit.stream)
+            own = self.follower.claim(submit.stream)
             choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit, submit.adapter)
             while choice is None and (gave_way := self.follower.make_room()) is not None:
                 self.link.send(gave_way)
@@ -398,12 +398,23 @@ class Engine:
                 return
             self.waiting.remove(sequence)
             self.active.append(sequence)
-            shared = choice.shared
-            followed = self.follower.exact_count(choice.source) >= shared  # then these are the tiers' own rows
-            if sequence.recovering and not followed and self.lookup.stored(sequence, tokens, limit) >= shared:
-                shared = 0
-            plan = self.lookup.plan(sequence, tokens, limit, resident_part(choice.source, shared))
+            choice = self._rather_own_rows(sequence, choice, own, tokens, limit)
+            plan = self.lookup.plan(sequence, tokens, limit, resident_part(choice.source, choice.shared))
             self._place(sequence, choice.target, choice.source, plan, tokens)
+
+    def _rather_own_rows(
+        self, sequence: Sequence, choice: SlotChoice, own: Slot | None, tokens: np.ndarray, limit: int
+    ) -> SlotChoice:
+        """A recovered stream goes on from rows that came from the tiers, where these hold as much as is chosen.
+
+        `own` is the slot that followed the stream: what has been put back there is not put back again.
+        """
+        followed = self.follower.exact_count(choice.source) >= choice.shared
+        if not sequence.recovering or followed or self.lookup.stored(sequence, tokens, limit) < choice.shared:
+            return choice
+        if own is None:
+            return replace(choice, shared=0)
+        return SlotChoice(own, own, min(own.common_prefix(tokens), limit))
 
     def _admissible(self, sequence: Sequence) -> bool:
         """Not while its grammar is compiled, nor while another sequence computes a prefix that it can take over (n > 1)."""

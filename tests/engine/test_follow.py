@@ -70,6 +70,24 @@ def test_followed_stream_goes_on_bit_for_bit_without_a_restore(pair, temperature
     assert not standby.engine.follower.follows
 
 
+def test_followed_rows_are_not_put_back_again_for_an_equal_prefix_in_another_slot(pair) -> None:  # type: ignore[no-untyped-def]
+    """The standby has answered the same request before; its own rows of it are not the source's."""
+    source, standby = pair
+    prompt = random_tokens(3, 300)
+    standby.handle(submit("w" * 24, prompt, answer=40))
+    standby.run()
+    source.handle(submit(STREAM, prompt, answer=40))
+    source.run_until_token(STREAM, 20)
+    tokens = known_tokens(source, prompt)
+    standby.handle(follow(tokens[:-8]))
+    follow_until(standby, len(tokens) - 9)
+    source.close()
+    standby.handle(submit(STREAM, tokens, answer=40, epoch=2, prompt_count=len(prompt), prefill_start=0))
+    standby.run()
+    assert standby.started(STREAM).reused == {"device": len(tokens) - 9, "lane": 8}
+    assert tokens[len(prompt) :] + standby.tokens(STREAM) == standby.tokens("w" * 24)
+
+
 def test_follow_in_the_middle_of_a_prefill_takes_what_is_there(pair) -> None:  # type: ignore[no-untyped-def]
     source, standby = pair
     prompt = random_tokens(4, 900)
