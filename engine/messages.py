@@ -461,6 +461,19 @@ class EngineDown(Message, frozen=True):
     cause: str = ""
 
 
+class EngineGone(Message, frozen=True):
+    """What is known of how a dead incarnation ended. Follows `EngineDown`, once.
+
+    exit          its exit code, negative for a signal; None where nobody could learn it
+    from_outside  it did not die of what it computed: somebody sent it a signal, or told it to end
+    """
+
+    engine: str
+    incarnation: int
+    exit: int | None
+    from_outside: bool
+
+
 class EngineSlow(Message, frozen=True):
     """An engine has been silent for longer than its bound, but it is not hung: nothing moves. Told once a silence.
 
@@ -474,4 +487,4 @@ class EngineSlow(Message, frozen=True):
 
 
 ToHost = Union[Subscribe, Suspect]
-FromHost = Union[EngineUp, EngineDown, EngineSlow]
+FromHost = Union[EngineUp, EngineDown, EngineGone, EngineSlow]

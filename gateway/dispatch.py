@@ -25,7 +25,8 @@ from gateway import failover, following, metrics, placement
 from gateway import journal as j
 from gateway.engine_link import EngineLink
 from gateway.migration import Moves
-from gateway.recovery_pacing import InFlight, Waiting, in_order, suspects
+from gateway.poison import Incarnation, Inquests
+from gateway.recovery_pacing import Waiting, in_order
 from gateway.settings import GatewaySettings
 from gateway.standby import Standbys
 from gateway.streams import Stream, StreamTable
@@ -166,6 +167,7 @@ class Dispatcher:
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
         self.standbys = Standbys(self, settings.hot_sessions) if settings.failover == "hot" else None
+        self._inquests = Inquests(table, settings.poison_deaths, spawn, self._end_poison, self._place_pending)
         self._watchers: list[Moves | Standbys] = [self.moves, *([self.standbys] if self.standbys else [])]
         self._settled = True
         self._engines_changed = asyncio.Event()
@@ -359,6 +361,7 @@ class Dispatcher:
 
     def _stop_waiting(self, stream: Stream) -> None:
         self.pending.pop(stream.id, None)
+        self._inquests.drop(stream)
         self._stop_timer(stream)
 
     def _stop_timer(self, stream: Stream) -> None:
@@ -394,7 +397,7 @@ class Dispatcher:
         return in_order(
             Waiting(stream.id, order, stream.epoch > 0, stream.token_count > 0, bool(stream.readers))
             for order, stream in enumerate(self.pending.values())
-            if self._settled or not stream.resumed
+            if (self._settled or not stream.resumed) and not self._inquests.holds(stream)
         )
 
     def _place(self, stream: Stream) -> bool:
@@ -419,6 +422,8 @@ class Dispatcher:
         elif isinstance(news, m.EngineSlow):
             metrics.engine_slow.labels(news.cause).inc()
             log.warning("recover.engine_slow", engine=news.engine, cause=news.cause, silent_ms=round(news.beat_age_ms))
+        elif isinstance(news, m.EngineGone):
+            self._inquests.heard(Incarnation(news.engine, news.incarnation), from_outside=news.from_outside)
         else:
             engine = self.engines.get(news.engine)
             if engine is not None and engine.incarnation <= news.incarnation:
@@ -553,28 +558,12 @@ class Dispatcher:
             if stream.end is None:
                 self._begin_recovery(stream, loss)
         if reason != "exited":
-            self._look_for_poison(streams)
+            self._inquests.engine_died(Incarnation(engine.name, engine.incarnation), streams)
         self.pending.update({stream.id: stream for stream in streams if stream.end is None})
         self._place_pending()
 
-    def _look_for_poison(self, streams: list[Stream]) -> None:
-        """A request that engines die of is ended, so that its neighbours go on."""
-        in_flight = {
-            stream.id: InFlight(
-                stream.id, stream.deaths, len(stream.tokens), stream.begun_epoch == stream.epoch, stream.alone
-            )
-            for stream in streams
-            if stream.end is None
-        }
-        verdict = suspects(list(in_flight.values()), self._settings.poison_deaths)
-        for stream in streams:
-            if stream.id in in_flight:
-                stream.deaths = in_flight[stream.id].after
-                stream.alone = stream.alone or stream.id in verdict.alone
-                if stream.id == verdict.poison:
-                    self._end_poison(stream)
-
     def _end_poison(self, stream: Stream) -> None:
+        """A request that engines die of is ended, so that its neighbours go on."""
         count, position = math.ceil(stream.deaths.count), len(stream.tokens)
         metrics.poison_requests.inc()
         log.error(

@@ -22,7 +22,7 @@ import structlog
 from engine.messages import TokenLogprobs, unpack_tokens
 from gateway import journal as j
 from gateway import metrics
-from gateway.recovery_pacing import Deaths
+from gateway.poison import Deaths
 from gateway.renderer import Renderer
 from gateway.sealing import Sealing
 from gateway.tenancy import own_name

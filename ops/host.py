@@ -28,6 +28,7 @@ import structlog
 
 from engine import messages, pid_file, wire
 from engine.status_page import StatusPage
+from ops.deaths import OomKills, from_outside, look_at_end
 from ops.errors import ModelError, OpsError
 from ops.hang import HangJudge, Hung, look_at
 from ops.processes import (
@@ -45,7 +46,8 @@ from tiers.paths import Paths
 
 log = structlog.get_logger("host")
 
-POLL_S = 0.01  # state of a page that is about to change
+POLL_S = 0.01  # state of a page, or of the nursery's child, that is about to change
+REAP_LIMIT_S = 5.0  # for the nursery to notice what the host agent has noticed
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
 HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the settings are wrong
 QUICK_RESTARTS = 5
@@ -75,6 +77,9 @@ class EngineWatch:
         self.incarnation = incarnation
         self.pid = pid
         self.ready = False
+        self.fenced = False  # it was alive when it was killed here
+        self.exit_code: int | None = None  # negative for a signal
+        self.out_of_memory = False
         self.started = time.monotonic()
         self._paths = paths
         self._settings = settings
@@ -88,6 +93,7 @@ class EngineWatch:
             settings.hang_floor_ms, settings.stopped_ms, settings.spin_limit_s * 1000, settings.watch_interval_ms
         )
         self.on_slow: Callable[[EngineWatch, str, float], None] = lambda watch, cause, beat_age_ms: None
+        self._oom_kills = OomKills()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._on_pidfd)
 
@@ -159,6 +165,7 @@ class EngineWatch:
         interval_s = self._settings.watch_interval_ms / 1000
         while True:
             await self._sleep_or_news(interval_s)
+            self._oom_kills.note()
             if self._main_gone.is_set():
                 return await self._down_after_death(page)
             if self._suspect.is_set():
@@ -216,6 +223,7 @@ class EngineWatch:
         started = time.monotonic()
         if self._page is not None:
             self._page.fence()  # should it ever run again, it finds that it was replaced
+        self._look_at_its_end()
         self.signal(signal.SIGKILL)
         while not self._main_gone.is_set():
             try:
@@ -224,6 +232,11 @@ class EngineWatch:
             except TimeoutError:
                 log.error("fence.waiting", engine=self.engine, pid=self.pid, waited_s=round(time.monotonic() - started))
         return (time.monotonic() - started) * 1000
+
+    def _look_at_its_end(self) -> None:
+        """Before SIGKILL: whether it is dying already, and of what."""
+        self.fenced, self.exit_code = look_at_end(self.pid)
+        self.out_of_memory = self._oom_kills.lately
 
     async def wait_gone(self, timeout_s: float) -> bool:
         """Wait until the process is out of the process table but for its exit code."""
@@ -245,10 +258,12 @@ class Nursery:
         return int(answer["pid"])
 
     async def exit_code(self, pid: int) -> int | None:
-        """Exit code of an engine that it has reaped; None if unknown."""
+        """Exit code of an engine that is dead, once it has reaped it; None if it is no child of this nursery."""
         try:
-            async with asyncio.timeout(1.0):
-                return (await self._ask({"op": "status", "pid": pid}))["exit"]
+            async with asyncio.timeout(REAP_LIMIT_S):
+                while (status := await self._ask({"op": "status", "pid": pid}))["running"]:
+                    await asyncio.sleep(POLL_S)
+                return status["exit"]
         except (NurseryAway, TimeoutError):
             return None
 
@@ -293,6 +308,7 @@ class HostAgent:
         self._nursery = Nursery(self.paths.nursery_socket)
         self._direct: dict[int, subprocess.Popen[bytes]] = {}
         self._subscribers: set[asyncio.StreamWriter] = set()
+        self._gone: dict[str, messages.EngineGone] = {}  # the last of each engine
         self._stopping = asyncio.Event()
         self._ever_served = False
         self._backoff = Backoff(self.host.restart_backoff_ms, self.host.restart_limit_ms, self.host.restart_reset_s)
@@ -395,18 +411,31 @@ class HostAgent:
             detect_ms=round(down.detect_ms, 2) if down else None,
             fence_ms=round(down.fence_ms, 2) if down else None,
         )
-        asyncio.create_task(self._bury(watch), name=f"bury-{watch.engine}-{watch.incarnation}")
+        asyncio.create_task(self._bury(watch, down), name=f"bury-{watch.engine}-{watch.incarnation}")
         return down
 
-    async def _bury(self, watch: EngineWatch) -> None:
-        """Collect what is left of a dead process: exit code, pidfd, zombie."""
+    async def _bury(self, watch: EngineWatch, down: Down | None) -> None:
+        """Collect what is left of a dead process (exit code, pidfd, zombie). Gateways learn how it ended as soon as that is known."""
+        seen = watch.exit_code is not None
+        if seen and down is not None:
+            self._tell_gone(watch, down)  # now: its memory may take seconds to be freed
         await watch.wait_gone(60.0)
         popen = self._direct.pop(watch.pid, None)
         code = popen.poll() if popen is not None else reap(watch.pid)
         if code is None and self.host.nursery:
             code = await self._nursery.exit_code(watch.pid)
-        log.info("engine.gone", engine=watch.engine, incarnation=watch.incarnation, pid=watch.pid, exit=code)
+        if not seen:
+            watch.exit_code = code
+            if down is not None:
+                self._tell_gone(watch, down)
+        log.info("engine.gone", engine=watch.engine, incarnation=watch.incarnation, pid=watch.pid, exit=watch.exit_code)
         watch.close()
+
+    def _tell_gone(self, watch: EngineWatch, down: Down) -> None:
+        oom = watch.out_of_memory
+        outside = from_outside(down.reason, down.cause, watch.exit_code, fenced=watch.fenced, out_of_memory=oom)
+        gone = self._gone[watch.engine] = messages.EngineGone(watch.engine, watch.incarnation, watch.exit_code, outside)
+        self._tell(gone)
 
     async def _start(self, engine: str) -> EngineWatch:
         while True:
@@ -518,6 +547,9 @@ class HostAgent:
         elif watch is None or watch.incarnation > message.incarnation:
             # Told already, perhaps before this gateway subscribed; say it again.
             writer.write(wire.encode(messages.EngineDown(message.engine, message.incarnation, "killed", 0.0, 0.0)))
+            gone = self._gone.get(message.engine)
+            if gone is not None and gone.incarnation == message.incarnation:
+                writer.write(wire.encode(gone))
 
     def _up(self, watch: EngineWatch) -> messages.EngineUp:
         return messages.EngineUp(

@@ -97,8 +97,8 @@ class FakeEngine:
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def kill(self, reason: str = "killed", *, tell: bool = True) -> None:
-        """Nothing more is sent; the host agent says that it is dead."""
+    async def kill(self, reason: str = "killed", *, tell: bool = True, from_outside: bool = True) -> None:
+        """Nothing more is sent; the host agent says that it is dead, and how it died."""
         self.dead = True
         if self._writer is not None:
             self._writer.transport.abort()
@@ -108,6 +108,7 @@ class FakeEngine:
             self._task.cancel()
         if self.host is not None and tell:
             self.host.down(self, reason)
+            self.host.gone(self, from_outside=from_outside)
 
     def allow(self, steps: int | None) -> None:
         """Let it make so many more steps."""
@@ -276,7 +277,7 @@ class FakeEngine:
                 self._start(sequence)
             if sequence.submit.sampling.seed == self.poison:
                 await asyncio.sleep(0.001)
-                await self.kill()
+                await self.kill(from_outside=False)
                 return
             outputs.append(sequence.draw())
             if sequence.finish and sequence.submit.session:
@@ -335,6 +336,9 @@ class FakeHost:
         if self.engines.get(engine.name) is engine:
             del self.engines[engine.name]
         self._tell(m.EngineDown(engine.name, engine.incarnation, reason, 0.0, 0.1))
+
+    def gone(self, engine: FakeEngine, *, from_outside: bool) -> None:
+        self._tell(m.EngineGone(engine.name, engine.incarnation, -9 if from_outside else -11, from_outside))
 
     def _up_message(self, engine: FakeEngine) -> m.EngineUp:
         return m.EngineUp(engine.name, engine.incarnation, os.getpid(), str(engine.path))

@@ -1,11 +1,11 @@
-"""Who comes back first, how many at once, and which request is ended because engines die of it."""
+"""Who comes back first, and how many at once."""
 
 from __future__ import annotations
 
 import asyncio
 
 from gateway.placement import QUEUE_AHEAD
-from gateway.recovery_pacing import Deaths, InFlight, Verdict, Waiting, in_order, suspects
+from gateway.recovery_pacing import Waiting, in_order
 from tests.gateway.conftest import World, chat
 from tests.gateway.test_failover import pair
 
@@ -19,32 +19,6 @@ def test_streams_with_a_client_and_an_answer_come_first() -> None:
         Waiting("first reader", 3, True, True, True),
     ]
     assert in_order(waiting) == ["first reader", "second reader", "nobody reads", "not begun", "new"]
-
-
-def test_only_deaths_without_a_token_between_count() -> None:
-    deaths = Deaths().another(10).another(10)
-    assert deaths.count == 2
-    assert deaths.another(11).count == 1
-
-
-def test_one_request_at_two_deaths_is_it_and_several_are_tried_alone() -> None:
-    never, once = Deaths(), Deaths(1, 5)
-    assert suspects([InFlight("a", never, 5, True, False), InFlight("b", once, 5, True, False)], 2) == Verdict("b")
-    both = [InFlight("a", once, 5, True, False), InFlight("b", once, 5, True, False)]
-    assert suspects(both, 2) == Verdict(alone=("a", "b"))
-    assert suspects([InFlight("a", never, 5, True, False)], 2) == Verdict()
-    moved_on = InFlight("a", once, 6, True, False)
-    assert suspects([moved_on], 2) == Verdict()
-
-
-def test_request_that_was_not_heard_to_begin_makes_the_others_no_culprits() -> None:
-    once = Deaths(1, 5)
-    unsure = InFlight("b", Deaths(), 5, False, False)
-    assert suspects([InFlight("a", once, 5, True, False), unsure], 2) == Verdict(alone=("a", "b"))
-    assert suspects([unsure], 2) == Verdict()
-    assert unsure.after.count < 1, "two engines killed at the same moment are no proof"
-    tried = InFlight("b", Deaths(1, 5), 5, False, True)
-    assert suspects([InFlight("a", once, 5, True, False), tried], 2) == Verdict("b", ("a",))
 
 
 async def test_dead_engines_streams_do_not_stampede(make_world) -> None:  # type: ignore[no-untyped-def]
@@ -77,41 +51,6 @@ async def _waiting(world: World, count: int) -> bool:
 
 async def _submitted(engine, count: int) -> bool:  # type: ignore[no-untyped-def]
     return len(engine.submits) >= count
-
-
-async def test_poison_request_is_ended_and_its_neighbours_go_on(make_world) -> None:  # type: ignore[no-untyped-def]
-    world, e0, e1 = await pair(make_world)
-    poison_seed = 666
-    e0.allow(3)
-    e0.step_s = e1.step_s = 0.01
-    neighbours = [asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=n + 1))) for n in range(3)]
-    await world.until(lambda: _submitted(e0, 3))
-    e0.poison = e1.poison = poison_seed
-    poison = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=poison_seed)))
-    await world.until(lambda: _submitted(e0, 4))
-    engines = {"e0": e0, "e1": e1}
-
-    async def keep_alive() -> None:
-        while True:
-            for name, engine in list(engines.items()):
-                if engine.dead:
-                    engines[name] = await world.engine(name, engine.incarnation + 1, step_s=0.01)
-                    engines[name].poison = poison_seed
-            await asyncio.sleep(0.005)
-
-    keeper = asyncio.create_task(keep_alive())
-    e0.allow(None)
-    try:
-        got = await poison
-        assert got.errors[0]["code"] == "poison_request"
-        assert "engines died while they computed this request" in got.errors[0]["message"]
-        for answer in await asyncio.gather(*neighbours):
-            assert answer.finish_reason == "length"
-            assert answer.ids == list(range(15))
-    finally:
-        keeper.cancel()
-    deaths = sum(engine.dead for engine in world.engines)
-    assert 2 <= deaths <= 5
 
 
 async def test_full_queue_of_busy_engines_is_429_and_without_engines_503(make_world) -> None:  # type: ignore[no-untyped-def]

@@ -128,11 +128,30 @@ async def test_killed_engine_is_reported_and_started_again(paths: Paths, nursery
         down = await gateway.next()
         assert (down.engine, down.incarnation, down.reason) == (victim.engine, victim.incarnation, "killed")
         assert down.fence_ms < 100
-        again = await gateway.next_of(messages.EngineUp)
+        news: dict[type, Any] = {}  # how it died may be known before or after the next one is up
+        while not news.keys() >= {messages.EngineGone, messages.EngineUp}:
+            message = await gateway.next()
+            news[type(message)] = message
+        gone, again = news[messages.EngineGone], news[messages.EngineUp]
+        assert gone == messages.EngineGone(victim.engine, victim.incarnation, -signal.SIGKILL, True)
         assert (again.engine, again.incarnation) == (victim.engine, victim.incarnation + 1)
         gateway.close()
     assert not list(paths.lane_dir.glob("*.sock")), "sockets left"
     assert not list(paths.lane_dir.glob("e*.pid")), "pid files left"
+
+
+async def test_engine_that_crashed_died_by_itself_and_a_fenced_one_too(paths: Paths, nursery: bool) -> None:
+    async with running(agent_settings(paths, nursery=nursery)) as agent:
+        await until("engines", lambda: all_ready(agent))
+        gateway = await Gateway.connect(paths)
+        crashed, fenced = await gateway.next(), await gateway.next()
+        os.kill(crashed.pid, signal.SIGSEGV)
+        gone = await gateway.next_of(messages.EngineGone)
+        assert (gone.engine, gone.exit, gone.from_outside) == (crashed.engine, -signal.SIGSEGV, False)
+        gateway.send(messages.Suspect(fenced.engine, fenced.incarnation, "socket closed"))
+        gone = await gateway.next_of(messages.EngineGone)
+        assert (gone.engine, gone.exit, gone.from_outside) == (fenced.engine, -signal.SIGKILL, False)
+        gateway.close()
 
 
 async def test_stopped_engine_is_hung_and_fenced(paths: Paths) -> None:

@@ -89,9 +89,11 @@ class Engine(FakeEngine):
         self.cluster = cluster
         self.hung = False
         self.draining = False
+        self.from_outside = False  # what it died of, once it is dead
         self.slow_s = 0.0  # that each message to or from it takes longer
         self.refuse_move_of = ""  # stream that it refuses once, when a move submits it here
         self.waiting: list[tuple[Link, m.Message]] = []
+        self.computing: dict[str, float] = {}  # streams that it has begun, and when they have their first token
         self.link: Link | None = None
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -142,7 +144,14 @@ class Engine(FakeEngine):
             self._work.clear()
             await self._work.wait()
             return
-        await super()._step(active)
+        now = asyncio.get_running_loop().time()
+        for sequence in active:
+            if sequence.started is None:
+                self._start(sequence)
+                self.computing[sequence.submit.stream] = now + self.cluster.draw.choice([0.0, 0.0, 0.03])
+        ready = [sequence for sequence in active if self.computing[sequence.submit.stream] <= now]
+        if ready:
+            await super()._step(ready)
 
     def wake(self) -> None:
         """SIGCONT."""
@@ -177,17 +186,22 @@ class Engine(FakeEngine):
 
     def end(self) -> None:
         if not self.dead:
+            self.from_outside = True
             self.die()
             self.cluster.host.noticed(self, "exited")
+            self.cluster.gateway.see_end_of(self)
 
-    async def kill(self, reason: str = "killed", *, tell: bool = True) -> None:
+    async def kill(self, reason: str = "killed", *, tell: bool = True, from_outside: bool = True) -> None:
         """FakeEngine's own faults (poison) end here."""
-        self.crash()
+        self.crash(from_outside=from_outside)
 
-    def crash(self) -> None:
+    def crash(self, *, from_outside: bool = True) -> None:
+        """It is killed, or dies of itself."""
         if not self.dead:
+            self.from_outside = from_outside
             self.die()
             self.cluster.host.noticed(self, "killed")
+            self.cluster.gateway.see_end_of(self)
 
     def die(self) -> None:
         self.dead = True
@@ -204,6 +218,7 @@ class Host:
         self.up = True
         self.known: dict[str, tuple[int, bool]] = {}  # engine -> (incarnation, alive), as far as it knows
         self._loop = asyncio.get_running_loop()
+        self._last = 0.0
 
     def noticed(self, engine: Engine, reason: str) -> None:
         self._loop.call_later(self._cluster.draw.uniform(0.0005, 0.02), self._certain, engine, reason)
@@ -214,7 +229,13 @@ class Host:
         elif self.known.get(engine.name) == (engine.incarnation, True):
             self.known[engine.name] = (engine.incarnation, False)
             self._tell(m.EngineDown(engine.name, engine.incarnation, reason, 1.0, 0.1))
+            self._bury(engine)
             self._loop.call_later(self._cluster.draw.uniform(0.05, 1.0), self.start, engine.name)
+
+    def _bury(self, engine: Engine) -> None:
+        """How it died is told a while later: at once, or when its memory has been freed."""
+        gone = m.EngineGone(engine.name, engine.incarnation, None, engine.from_outside)
+        self._loop.call_later(self._cluster.draw.choice([0.0, 0.01, 0.6]), self._tell, gone)
 
     def start(self, name: str) -> None:
         """The next incarnation."""
@@ -231,6 +252,7 @@ class Host:
         if not self.up:
             self._loop.call_later(0.1, self.fence, engine)
         elif engine.hung and not engine.dead:
+            engine.from_outside = True  # SIGSTOP
             engine.die()
             self._certain(engine, "hung")
 
@@ -280,7 +302,8 @@ class Host:
 
     def _tell(self, news: m.FromHost) -> None:
         gateway = self._cluster.gateway
-        self._loop.call_later(self._cluster.latency(), gateway.hear, news)
+        self._last = max(self._loop.time() + self._cluster.latency(), self._last + 1e-6)  # in order
+        self._loop.call_at(self._last, gateway.hear, news)
 
 
 class Gateway:
@@ -305,6 +328,11 @@ class Gateway:
     def hear(self, news: m.FromHost) -> None:
         if self.alive:
             self.dispatcher.on_host_news(news)
+
+    def see_end_of(self, engine: Engine) -> None:
+        """A pidfd: often before the host agent says anything."""
+        down = m.EngineDown(engine.name, engine.incarnation, "killed", 0.0, 0.0)
+        asyncio.get_running_loop().call_later(self._cluster.draw.uniform(0.0005, 0.02), self.hear, down)
 
     async def crash(self) -> None:
         """SIGKILL: files stay as they are."""

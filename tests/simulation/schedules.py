@@ -41,7 +41,7 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
         _open_at(draw.uniform(0, 0.5 * SPAN_S), cluster, index, draw.randint(5, 40))
     if poison_seed is not None:
         _open_at(draw.uniform(0.1, 0.5), cluster, count, 20, seed=poison_seed)
-    kinds = HARMLESS if poison else FAULTS
+    kinds = FROM_OUTSIDE if poison else FAULTS
     faults = [draw.choice(kinds) for _ in range(draw.randint(0 if poison else 1, 6))]
     tasks = [asyncio.create_task(_at(draw.uniform(0.0, SPAN_S), fault, cluster)) for fault in faults]
     await asyncio.sleep(SPAN_S)
@@ -110,6 +110,22 @@ async def kill_engine(cluster: Cluster) -> None:
 async def kill_all_engines(cluster: Cluster) -> None:
     for engine in list(cluster.engines.values()):
         engine.crash()
+
+
+async def kill_heirs(cluster: Cluster) -> None:
+    """An engine as soon as it has begun a stream, and so whoever goes on with it: no token comes in between."""
+    live = sorted(cluster.gateway.table.live)
+    if not live or not cluster.gateway.alive:
+        return
+    stream = cluster.gateway.table.live[cluster.draw.choice(live)]
+    for _ in range(3):
+        epoch = stream.epoch
+        for _ in range(2000):
+            if stream.end is not None or stream.begun_epoch == stream.epoch > epoch:
+                break
+            await asyncio.sleep(0.001)
+        if stream.end is None and stream.engine in cluster.engines:
+            cluster.engines[stream.engine].crash()
 
 
 async def stop_engine(cluster: Cluster) -> None:
@@ -283,11 +299,12 @@ async def overload(cluster: Cluster) -> None:
         _open_at(0.0, cluster, 100 + index, cluster.draw.randint(1, 3))
 
 
-# Nothing of these kills an engine.
+# None of these is an engine's own doing: no request is poison for it.
 HARMLESS = [
     migrate, migrate_often, move_idle, park, drain, refuse_follows, fill_lane, stop_keeper, delay_messages, repeat_messages, overload,
 ]  # fmt: skip
+FROM_OUTSIDE = [kill_engine, kill_all_engines, kill_all_engines, kill_heirs, stop_engine, terminate_engine, *HARMLESS]
 FAULTS = [
-    kill_engine, kill_engine, kill_all_engines, stop_engine, stop_engine, terminate_engine, lose_link, kill_gateway, kill_gateway,
-    kill_host, *(6 * [migrate_amid_a_fault]), *HARMLESS,
+    kill_engine, kill_engine, kill_all_engines, kill_heirs, stop_engine, stop_engine, terminate_engine, lose_link, kill_gateway,
+    kill_gateway, kill_host, *(6 * [migrate_amid_a_fault]), *HARMLESS,
 ]  # fmt: skip

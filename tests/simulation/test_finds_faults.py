@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway import following
+from gateway import following, poison
 from gateway import journal as j
 from gateway.dispatch import Dispatcher
 from gateway.migration import Moves
@@ -51,6 +51,11 @@ def forgets_released_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "_on_released", lambda self, engine, message, move: engine.streams.pop(message.stream, None))
 
 
+def takes_every_death_for_an_engines_own(patch: pytest.MonkeyPatch) -> None:
+    """Ends a request before it is known how its engines died."""
+    patch.setattr(poison, "REPORT_WAIT_S", 0.0)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -59,6 +64,7 @@ def forgets_released_streams(patch: pytest.MonkeyPatch) -> None:
         loses_streams_of_a_dead_engine,
         never_lets_go_of_what_it_had_followed,
         forgets_released_streams,
+        takes_every_death_for_an_engines_own,
     ],
 )
 def test_broken_gateway_is_found(
@@ -68,7 +74,7 @@ def test_broken_gateway_is_found(
         mutate(patch)
         for seed in range(SEEDS):
             try:
-                run(run_schedule(seed, journals, codec))
+                run(run_schedule(seed, journals, codec, poison=mutate is takes_every_death_for_an_engines_own))
             except Exception as error:
                 print(f"found by seed {seed}: {type(error).__name__}: {error}"[:300])
                 return

@@ -17,7 +17,7 @@ LONG_PROMPT_TOKENS = 1900  # its prefill takes long enough to be hit in
 
 
 def kill_whoever_computes(system: System, session: str, over: threading.Event) -> None:
-    """An engine dies a moment after it was given the session's stream, again and again."""
+    """An engine crashes a moment after it was given the session's stream, again and again."""
     killed: set[int] = set()
     while not over.is_set():
         for engine in system.engines():
@@ -25,7 +25,7 @@ def kill_whoever_computes(system: System, session: str, over: threading.Event) -
                 time.sleep(0.02)  # a moment: it has begun
                 killed.add(engine.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(engine.pid, signal.SIGKILL)
+                    os.kill(engine.pid, signal.SIGSEGV)  # SIGKILL would be somebody's doing
         time.sleep(0.005)
 
 

@@ -1,0 +1,194 @@
+"""Which request kills engines? Stage: resume; the rules are pure, `Inquests` applies them on the event loop.
+
+The same request in flight at several deaths, without a token of it between, is ended, so that its neighbours go on. Only deaths
+that engines may have died of by themselves count. What kind a death was, the host agent says a moment after the death itself
+(`EngineGone`), so a request that would be ended waits for it: an operator who kills two engines at once ends nobody's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import structlog
+
+if TYPE_CHECKING:
+    from gateway.streams import Stream, StreamTable
+
+log = structlog.get_logger()
+
+UNSURE_WEIGHT = 0.25  # of a death at which the engine was not heard to have begun the request
+REPORT_WAIT_S = 1.0  # for the host agent's word; without it a death counts
+
+
+class Incarnation(NamedTuple):
+    """One life of an engine."""
+
+    engine: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Of an engine that had a request. told: how it died is known, or nobody said so in time."""
+
+    of: Incarnation
+    weight: float = 1
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deaths:
+    """Engines that died while they worked on a request, without a token of it between: `position` is where it stood."""
+
+    position: int = -1
+    deaths: tuple[Death, ...] = ()
+
+    @property
+    def count(self) -> float:
+        return sum(death.weight for death in self.deaths)
+
+    @property
+    def untold(self) -> bool:
+        """How one of them died isn't known yet."""
+        return any(not death.told for death in self.deaths)
+
+    def among(self, of: Incarnation) -> bool:
+        return any(death.of == of for death in self.deaths)
+
+    def another(self, position: int, death: Death) -> Deaths:
+        """One more, at this position; a token in between clears the request of the earlier ones."""
+        return Deaths(position, (*self.deaths, death) if position == self.position else (death,))
+
+    def heard(self, of: Incarnation, *, from_outside: bool) -> Deaths:
+        """How one of them died: what came from outside is taken back."""
+        others = tuple(death for death in self.deaths if death.of != of or not from_outside)
+        return replace(self, deaths=tuple(replace(d, told=True) if d.of == of else d for d in others))
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A request that was with an engine when it died.
+
+    begun  the engine was heard to begin it; else it may have been dead before the request reached it
+    alone  it was being tried without any other suspect
+    """
+
+    stream: str
+    deaths: Deaths  # before this one
+    position: int
+    begun: bool
+    alone: bool
+    lost: Incarnation
+
+    @property
+    def after(self) -> Deaths:
+        weight = 1 if self.begun or self.alone else UNSURE_WEIGHT
+        return self.deaths.another(self.position, Death(self.lost, weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of the requests in flight at a death: the one that is ended, and those that are tried again one at a time."""
+
+    poison: str = ""
+    alone: tuple[str, ...] = ()
+
+
+def suspects(in_flight: Sequence[InFlight], limit: int) -> Verdict:
+    """Who killed it? The only request that was there at `limit` deaths, or that was tried alone; of several, each is tried on its own."""
+    often = [request for request in in_flight if request.after.count >= limit]
+    unsure = [request for request in in_flight if not request.begun and not request.alone and request not in often]
+    tried = [request for request in often if request.alone]
+    if len(tried) == 1:
+        return Verdict(tried[0].stream, tuple(request.stream for request in often if not request.alone))
+    if len(often) == 1 and not unsure:
+        return Verdict(often[0].stream)
+    return Verdict(alone=tuple(request.stream for request in (*often, *unsure))) if often else Verdict()
+
+
+def judge(deaths: Deaths, last: Incarnation, limit: int) -> Literal["wait", "end", "free"]:
+    """What becomes of a request that was found guilty at the death of `last`, by what is known of its deaths now."""
+    if not deaths.among(last):
+        return "free"
+    if deaths.untold:
+        return "wait"
+    return "end" if deaths.count >= limit else "free"
+
+
+class Inquests:
+    """Requests that were found guilty, until it is known how their engines died. Owned by the dispatcher.
+
+    end   ends a stream with an error
+    free  has the dispatcher place again what it may
+    """
+
+    def __init__(
+        self,
+        table: StreamTable,
+        limit: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        end: Callable[[Stream], None],
+        free: Callable[[], None],
+    ) -> None:
+        self._table = table
+        self._limit = limit
+        self._spawn = spawn
+        self._end = end
+        self._free = free
+        self._open: dict[str, Incarnation] = {}  # by stream: the death at which it was found guilty
+
+    def holds(self, stream: Stream) -> bool:
+        """It goes to no engine for now."""
+        return stream.id in self._open
+
+    def drop(self, stream: Stream) -> None:
+        """It ended."""
+        self._open.pop(stream.id, None)
+
+    def engine_died(self, lost: Incarnation, streams: Sequence[Stream]) -> None:
+        """Count it against the live streams that it had; who is found guilty is held."""
+        in_flight = {s.id: _in_flight(s, lost) for s in streams if s.end is None}
+        if not in_flight:
+            return
+        verdict = suspects(list(in_flight.values()), self._limit)
+        for stream in streams:
+            if stream.id in in_flight:
+                stream.deaths = in_flight[stream.id].after
+                stream.alone = stream.alone or stream.id in verdict.alone
+        if verdict.poison:
+            self._open[verdict.poison] = lost
+            log.warning("recover.suspected", stream=verdict.poison, engine=lost.engine, incarnation=lost.number)
+        self._spawn(self._wait_for_word(lost))
+
+    async def _wait_for_word(self, lost: Incarnation) -> None:
+        await asyncio.sleep(REPORT_WAIT_S)
+        self.heard(lost, from_outside=False)
+
+    def heard(self, lost: Incarnation, *, from_outside: bool) -> None:
+        """How an engine died, or that nobody says so."""
+        for stream in list(self._table.live.values()):
+            if stream.deaths.among(lost):
+                stream.deaths = stream.deaths.heard(lost, from_outside=from_outside)
+                if from_outside and stream.deaths.count < self._limit:
+                    stream.alone = False
+                self._close(stream)
+        self._free()
+
+    def _close(self, stream: Stream) -> None:
+        last = self._open.get(stream.id)
+        act = "wait" if last is None else judge(stream.deaths, last, self._limit)
+        if act == "wait":
+            return
+        del self._open[stream.id]
+        if act == "end":
+            self._end(stream)
+        else:
+            log.info("recover.cleared", stream=stream.id, deaths=stream.deaths.count)
+
+
+def _in_flight(stream: Stream, lost: Incarnation) -> InFlight:
+    begun = stream.begun_epoch == stream.epoch
+    return InFlight(stream.id, stream.deaths, len(stream.tokens), begun, stream.alone, lost)

@@ -1,0 +1,142 @@
+"""Which request is ended because engines die of it, and for which deaths none is."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.poison import Death, Deaths, Incarnation, InFlight, Verdict, judge, suspects
+from tests.gateway.conftest import Sse, World, chat
+from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.test_failover import pair
+
+FIRST, SECOND = Incarnation("e0", 1), Incarnation("e1", 1)
+ONCE = Deaths(5, (Death(FIRST),))
+
+
+def flying(stream: str, deaths: Deaths, *, position: int = 5, begun: bool = True, alone: bool = False) -> InFlight:
+    return InFlight(stream, deaths, position, begun, alone, SECOND)
+
+
+def test_only_deaths_without_a_token_between_count() -> None:
+    deaths = Deaths().another(10, Death(FIRST)).another(10, Death(SECOND))
+    assert deaths.count == 2
+    assert deaths.another(11, Death(FIRST)).count == 1
+
+
+def test_one_request_at_two_deaths_is_it_and_several_are_tried_alone() -> None:
+    never = Deaths()
+    assert suspects([flying("a", never), flying("b", ONCE)], 2) == Verdict("b")
+    assert suspects([flying("a", ONCE), flying("b", ONCE)], 2) == Verdict(alone=("a", "b"))
+    assert suspects([flying("a", never)], 2) == Verdict()
+    assert suspects([flying("a", ONCE, position=6)], 2) == Verdict()
+
+
+def test_request_that_was_not_heard_to_begin_makes_the_others_no_culprits() -> None:
+    unsure = flying("b", Deaths(), begun=False)
+    assert suspects([flying("a", ONCE), unsure], 2) == Verdict(alone=("a", "b"))
+    assert suspects([unsure], 2) == Verdict()
+    assert unsure.after.count < 1, "two engines killed at the same moment are no proof"
+    tried = flying("b", ONCE, begun=False, alone=True)
+    assert suspects([flying("a", ONCE), tried], 2) == Verdict("b", ("a",))
+
+
+def test_verdict_waits_until_it_is_known_how_the_engines_died() -> None:
+    both = flying("a", ONCE).after
+    assert judge(both, SECOND, 2) == "wait"
+    one = both.heard(FIRST, from_outside=False)
+    assert judge(one, SECOND, 2) == "wait"
+    assert judge(one.heard(SECOND, from_outside=False), SECOND, 2) == "end"
+    assert judge(one.heard(SECOND, from_outside=True), SECOND, 2) == "free"
+    killed = both.heard(FIRST, from_outside=True).heard(SECOND, from_outside=False)
+    assert (judge(killed, SECOND, 2), killed.count) == ("free", 1), "one death of its own is not two"
+
+
+def test_suspect_tried_alone_is_not_ended_for_a_death_from_outside() -> None:
+    twice = ONCE.another(5, Death(Incarnation("e0", 2))).heard(FIRST, from_outside=False)
+    twice = twice.heard(Incarnation("e0", 2), from_outside=False)
+    assert suspects([flying("a", twice, alone=True)], 2) == Verdict("a")
+    after = flying("a", twice, alone=True).after.heard(SECOND, from_outside=True)
+    assert judge(after, SECOND, 2) == "free"
+
+
+async def both_had_begun(make_world) -> tuple[World, asyncio.Task[Sse]]:  # type: ignore[no-untyped-def]
+    """e0 had begun a stream, and when it had died, e1 had; then that died. The host agent has not said how."""
+    world, e0, e1 = await pair(make_world)
+    e0.allow(0)
+    e1.allow(0)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    for engine in (e0, e1):
+        await world.until(lambda engine=engine: _submitted(engine, 1))
+        (sequence,) = engine.sequences.values()
+        engine._start(sequence)
+        await engine.kill(tell=False)
+    await world.until(lambda: _suspected(world, 2))
+    return world, task
+
+
+async def test_both_engines_killed_from_outside_after_both_had_begun_ends_nobody(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, task = await both_had_begun(make_world)
+    for engine in world.engines:
+        world.host.gone(engine, from_outside=True)
+    await world.engine("e0", 2)
+    got = await task
+    assert (got.finish_reason, got.errors) == ("length", [])
+    assert [recovery["engine"] for recovery in got.concordia["recoveries"]] == ["e0", "e1"]
+
+
+async def test_both_engines_died_by_themselves_ends_the_request(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, task = await both_had_begun(make_world)
+    assert not task.done()
+    for engine in world.engines:
+        world.host.gone(engine, from_outside=False)
+    assert (await task).errors[0]["code"] == "poison_request"
+
+
+async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_world) -> None:  # type: ignore[no-untyped-def]
+    _, task = await both_had_begun(make_world)
+    assert (await task).errors[0]["code"] == "poison_request"
+
+
+async def _suspected(world: World, count: int) -> bool:
+    return len(world.host.suspects) >= count
+
+
+async def _submitted(engine: FakeEngine, count: int) -> bool:
+    return len(engine.submits) >= count
+
+
+async def test_poison_request_is_ended_and_its_neighbours_go_on(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    poison_seed = 666
+    e0.allow(3)
+    e0.step_s = e1.step_s = 0.01
+    neighbours = [asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=n + 1))) for n in range(3)]
+    await world.until(lambda: _submitted(e0, 3))
+    e0.poison = e1.poison = poison_seed
+    poison = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=poison_seed)))
+    await world.until(lambda: _submitted(e0, 4))
+    engines = {"e0": e0, "e1": e1}
+
+    async def keep_alive() -> None:
+        while True:
+            for name, engine in list(engines.items()):
+                if engine.dead:
+                    engines[name] = await world.engine(name, engine.incarnation + 1, step_s=0.01)
+                    engines[name].poison = poison_seed
+            await asyncio.sleep(0.005)
+
+    keeper = asyncio.create_task(keep_alive())
+    e0.allow(None)
+    try:
+        got = await poison
+        assert got.errors[0]["code"] == "poison_request"
+        assert "engines died while they computed this request" in got.errors[0]["message"]
+        for answer in await asyncio.gather(*neighbours):
+            assert answer.finish_reason == "length"
+            assert answer.ids == list(range(15))
+    finally:
+        keeper.cancel()
+    deaths = sum(engine.dead for engine in world.engines)
+    assert 2 <= deaths <= 5
+
+
