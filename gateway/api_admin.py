@@ -13,7 +13,7 @@ from engine import messages as m
 from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, json_response, read_body
 from gateway.api_sessions import session_view
-from gateway.dispatch import Engine
+from gateway.engines import Engine
 from gateway.errors import bad_request, conflict, not_found
 from gateway.sessions import SessionRecord
 from gateway.tenancy import named

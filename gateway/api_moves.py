@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engine import messages as m
 from gateway.api import GATEWAY, Gateway, find_session, find_stream, json_response, read_body
-from gateway.dispatch import Engine
+from gateway.engines import Engine
 from gateway.errors import ApiError, bad_request, conflict, not_found
 from gateway.following import IdleSession
 from gateway.migration import Move

@@ -1,7 +1,7 @@
 """Streams to engines and tokens back. Stages: place, deliver, resume; the gateway's heart, on the event loop, never waits.
 
 Every submission is a resume: the full token list goes to the engine that placement chose, under an epoch that only grows.
-Engine lost: nothing moves until it is dead for certain (host agent, or its pidfd); then its streams are placed again.
+Engine lost: nothing moves until it is dead for certain (`membership.py`); then its streams are placed again.
 What has an old epoch, or a position that is known, is dropped; a position that comes too early means a new submission.
 Source: DESIGN.md, "Every request is a resume", "Fence, then restore".
 """
@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
 from engine import messages as m
 from gateway import failover, following, metrics, placement
 from gateway import journal as j
-from gateway.engine_link import EngineLink
+from gateway.engines import Engine
+from gateway.membership import Membership, World
 from gateway.migration import Moves
 from gateway.poison import Incarnation, Inquests
 from gateway.recovery_pacing import Waiting, in_order
@@ -33,111 +31,12 @@ from gateway.streams import Stream, StreamTable
 
 log = structlog.get_logger()
 
-CONNECT_TIMEOUT_S = 5.0
 SETTLE_S = 0.25  # after the host agent answered: engines that are up have been named by then
 DRAIN_LIMIT_S = 60.0  # an engine that drains ends by itself long before
-RESIDENTS_KEPT = 4  # times the slots of an engine: token lists that it may still hold
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What a simulation replaces: the clock, how engines are reached, and whether their processes can be watched."""
-
-    clock: Callable[[], float] = time.monotonic
-    attach: Callable[..., Coroutine[Any, Any, tuple[Any, m.Hello]]] = EngineLink.attach
-    watch_processes: bool = True
-
-
-class Held(NamedTuple):
-    """A token list, packed, whose state may be on an engine's device. session: "" if it has none."""
-
-    namespace: str
-    session: str
-    tokens: bytes
-
-
-class Engine:
-    """One incarnation of an engine, as the gateway sees it."""
-
-    def __init__(self, up: m.EngineUp) -> None:
-        self.up = up
-        self.name = up.engine
-        self.incarnation = up.incarnation
-        self.state = "connecting"  # connecting, ready, lost (waiting for certainty), down
-        self.link: EngineLink | None = None
-        self.hello: m.Hello | None = None
-        self.copies: dict[str, bytes] = {}  # session -> tokens whose state it had from another engine when we attached
-        self.stats = m.EngineStats()
-        self.tenants: dict[str, m.TenantStats] = {}
-        self.streams: dict[str, Stream] = {}
-        self.residents: OrderedDict[str, Held] = OrderedDict()  # by stream
-        self.link_lost_at = 0.0
-        self.pidfd = -1
-        self.parks: dict[int, asyncio.Future[Any]] = {}  # what was asked by number, and waits for its answer
-        self.adapters: set[str] = set()  # digests that it was told to load
-        self.followed: dict[str, following.FollowState] = {}
-        self.draining = False  # its streams are to go elsewhere, and nothing new comes
-
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
-    @property
-    def placeable(self) -> bool:
-        """It takes streams."""
-        return self.ready and not self.draining
-
-    @property
-    def shown_state(self) -> str:
-        """For people: `state`, or "draining" and, when that is done, "drained"."""
-        if not self.ready or not self.draining:
-            return self.state
-        return "draining" if self.streams else "drained"
-
-    @property
-    def last_heard(self) -> float:
-        return self.link.last_heard if self.link else 0.0
-
-    def remember(self, stream: Stream, tokens: bytes) -> None:
-        """Its state may stay on the device."""
-        self.keep(stream.id, stream.spec.namespace, stream.spec.session, tokens)
-
-    def keep(self, key: str, namespace: str, session: str, tokens: bytes) -> None:
-        """The state of a token list may be on the device from now on."""
-        self.residents.pop(key, None)
-        self.residents[key] = Held(namespace, session, tokens)
-        limit = RESIDENTS_KEPT * (self.hello.slots if self.hello else 8)
-        while len(self.residents) > limit:
-            self.residents.popitem(last=False)
-
-    def holds(self, session: str) -> bool:
-        """It has worked on this session and was not told to park it."""
-        return bool(session) and any(held.session == session for held in self.residents.values())
-
-    def forget(self, session: str) -> None:
-        self.copies.pop(session, None)
-        for stream_id in [key for key, held in self.residents.items() if held.session == session]:
-            del self.residents[stream_id]
-
-    def view(self, tokens: bytes, stream: Stream) -> placement.EngineView:
-        """Itself, as placement needs it for one request. What it holds of other tenants has no say in it."""
-        session, namespace = stream.spec.session, stream.spec.namespace
-        own = [held.tokens for held in self.residents.values() if held.namespace == namespace]
-        prefix = max((placement.common_prefix(tokens, held) for held in own), default=0)
-        if stream.id in self.followed:
-            prefix = max(prefix, self.followed[stream.id].position)
-        idle = self.followed.get(following.idle_name(session)) if session else None
-        if idle is not None and not idle.refused:
-            prefix = max(prefix, placement.common_prefix(tokens, idle.tokens[: 4 * idle.position]))
-        prefix = max(prefix, placement.common_prefix(tokens, self.copies.get(session, b"")))
-        slots = self.hello.slots if self.hello else 1
-        return placement.EngineView(
-            self.name, len(self.streams), slots, len(self.residents), prefix, self.holds(session)
-        )
 
 
 class Dispatcher:
-    """All engines, and which of them works on what."""
+    """Which engine works on what."""
 
     def __init__(
         self,
@@ -151,18 +50,15 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._table = table
-        self._gateway = gateway
-        self._suspect = suspect
-        self._suspicion_settled = settled
         self._spawn = spawn
         self._world = world
-        self._park_count = 0
-        self.engines: dict[str, Engine] = {}
+        membership = Membership(self, gateway, suspect, settled, spawn, world)
+        self.engines = membership.engines
+        self.on_host_news = membership.heard
         self.pending: dict[str, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda stream: None
-        self.before_end: Callable[[Stream], Coroutine[Any, Any, None]] | None = (
-            None  # an answer that is complete waits for this
-        )
+        # An answer that is complete waits for this.
+        self.before_end: Callable[[Stream], Coroutine[Any, Any, None]] | None = None
         self.adapter_directory: Callable[[str], Path] = Path
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
@@ -237,17 +133,12 @@ class Dispatcher:
 
     async def park(self, session: str, timeout_s: float, but: str = "") -> list[m.Parked]:
         """Take a session off every engine that may hold it (all `but` one). Raises TimeoutError."""
-        asked = []
         if self.standbys is not None:
             self.standbys.parked(session, but)
+        asked = []
         for engine in [engine for engine in self._ready() if engine.name != but]:
-            self._park_count += 1
-            future: asyncio.Future[m.Parked] = asyncio.get_running_loop().create_future()
-            engine.parks[self._park_count] = future
             engine.forget(session)
-            assert engine.link is not None
-            engine.link.send(m.Park(self._park_count, session))
-            asked.append(future)
+            asked.append(engine.ask(lambda number: m.Park(number, session)))
         if self.standbys is not None:
             self.standbys.protect_sessions()
         async with asyncio.timeout(timeout_s):
@@ -256,14 +147,8 @@ class Dispatcher:
 
     async def load_adapter(self, digest: str, timeout_s: float) -> list[str]:
         """Have every engine load an adapter; returns what those say that can't. Raises TimeoutError."""
-        asked = []
-        for engine in list(self._ready()):
-            self._park_count += 1
-            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            engine.parks[self._park_count] = future
-            assert engine.link is not None
-            engine.link.send(m.LoadAdapter(self._park_count, digest, str(self.adapter_directory(digest))))
-            asked.append((engine, future))
+        directory = str(self.adapter_directory(digest))
+        asked = [(engine, engine.ask(lambda number: m.LoadAdapter(number, digest, directory))) for engine in self._ready()]
         async with asyncio.timeout(timeout_s):
             await asyncio.wait([future for _, future in asked])
         answers = [(engine, future.result()) for engine, future in asked if future.exception() is None]
@@ -276,8 +161,7 @@ class Dispatcher:
         """Have every engine forget an adapter when its streams have ended."""
         for engine in self._ready():
             engine.adapters.discard(digest)
-            assert engine.link is not None
-            engine.link.send(m.UnloadAdapter(digest))
+            engine.send(m.UnloadAdapter(digest))
 
     # ------------------------------------------------------------ streams of an earlier process
 
@@ -326,11 +210,10 @@ class Dispatcher:
         following.claimed(engine, stream.id)
         for watcher in self._watchers:  # first: what is followed of its session here is to be idle when it is submitted
             watcher.placed(stream, engine)
-        assert engine.link is not None
         if stream.spec.adapter and stream.spec.adapter not in engine.adapters:
             engine.adapters.add(stream.spec.adapter)
-            engine.link.send(m.LoadAdapter(0, stream.spec.adapter, str(self.adapter_directory(stream.spec.adapter))))
-        engine.link.send(
+            engine.send(m.LoadAdapter(0, stream.spec.adapter, str(self.adapter_directory(stream.spec.adapter))))
+        engine.send(
             m.Submit(
                 stream=stream.id,
                 epoch=stream.epoch,
@@ -415,90 +298,23 @@ class Dispatcher:
 
     # ------------------------------------------------------------ engines come and go
 
-    def on_host_news(self, news: m.FromHost) -> None:
-        """What the host agent says."""
-        if isinstance(news, m.EngineUp):
-            self._engine_up(news)
-        elif isinstance(news, m.EngineSlow):
-            metrics.engine_slow.labels(news.cause).inc()
-            log.warning("recover.engine_slow", engine=news.engine, cause=news.cause, silent_ms=round(news.beat_age_ms))
-        elif isinstance(news, m.EngineGone):
-            self._inquests.heard(Incarnation(news.engine, news.incarnation), from_outside=news.from_outside)
-        else:
-            engine = self.engines.get(news.engine)
-            if engine is not None and engine.incarnation <= news.incarnation:
-                if news.cause and engine.state != "down":
-                    metrics.engine_hangs.labels(news.cause).inc()
-                self._engine_down(engine, news.reason, news.detect_ms, news.fence_ms)
-
-    def _engine_up(self, up: m.EngineUp) -> None:
-        known = self.engines.get(up.engine)
-        if known is not None and known.state != "down":
-            if known.incarnation >= up.incarnation:
-                return
-            self._engine_down(known, "killed", 0.0, 0.0)
-        elif known is not None and known.incarnation >= up.incarnation:
-            return
-        engine = self.engines[up.engine] = Engine(up)
-        self._spawn(self._connect(engine))
-
-    async def _connect(self, engine: Engine) -> None:
-        deadline = self.now() + CONNECT_TIMEOUT_S
-        while engine.state == "connecting":
-            try:
-                engine.link, engine.hello = await self._world.attach(
-                    engine.up.socket,
-                    self._gateway,
-                    lambda messages: self._on_messages(engine, messages),
-                    lambda reason: self._link_lost(engine, reason),
-                )
-            except (OSError, TimeoutError) as error:
-                if self.now() > deadline:
-                    self._link_lost(engine, f"can't attach: {error or type(error).__name__}")
-                    return
-                await asyncio.sleep(0.05)
-                continue
-            if engine.state == "connecting":
-                self._attached(engine, engine.hello)
-            else:
-                engine.link.close()
-
-    def _attached(self, engine: Engine, hello: m.Hello) -> None:
-        engine.state = "ready"
-        if self._world.watch_processes:
-            self._watch_process(engine)
-        log.info(
-            "place.engine_up", engine=engine.name, incarnation=engine.incarnation, pid=hello.pid, device=hello.device,
-            live_streams=len(hello.streams),
-        )  # fmt: skip
+    def engine_attached(self, engine: Engine, hello: m.Hello) -> None:
+        """It serves: what it works on is taken over, and what waits is placed."""
         for live in hello.streams:
             self._take_over(engine, live)
         for resident in hello.residents:
             self._find_resident(engine, resident)
-        assert engine.link is not None
+        assert engine.link is not None, "attached"
         engine.link.begin()
         self._changed(engine)
         for stream in self.pending.values():
             self._stop_timer(stream)
         self._place_pending()
 
-    def _find_resident(self, engine: Engine, resident: m.Resident) -> None:
-        """A session that lies on the device since before we attached: its next turn goes there, unless it is a standby's copy."""
-        if resident.copied:
-            engine.copies[resident.session] = resident.tokens
-        else:
-            engine.keep(following.idle_name(resident.session), resident.namespace, resident.session, resident.tokens)
-        if self.standbys is not None and not self.is_answering(resident.session):
-            self.standbys.resident(engine, resident)
-
-    def _watch_process(self, engine: Engine) -> None:
-        """A pidfd that is readable is certainty even when the host agent is away; opened while the link proves the pid."""
-        try:
-            engine.pidfd = os.pidfd_open(engine.up.pid)
-        except OSError:
-            return  # gone already: the link's end follows
-        loop = asyncio.get_running_loop()
-        loop.add_reader(engine.pidfd, self._engine_down, engine, "killed", 0.0, 0.0)
+    def engine_out_of_touch(self, engine: Engine) -> None:
+        """Not dead for certain yet: nothing moves, but it gets nothing more either."""
+        self._changed(engine)
+        self._place_pending()
 
     def _take_over(self, engine: Engine, live: m.LiveStream) -> None:
         """A stream that the engine goes on with since before we attached: adopt it, or tell it to stop."""
@@ -524,43 +340,34 @@ class Dispatcher:
         # The engine says again all that it said of this stream: what is new among it is delivered like any other token.
         log.info("resume.attached", stream=stream.id, engine=engine.name, known=known, to_catch_up=len(tokens) - known)
 
-    def _link_lost(self, engine: Engine, reason: str) -> None:
-        """Not dead for certain yet: nothing moves, but it gets nothing more either."""
-        if engine.state not in ("ready", "connecting"):
-            return
-        engine.state = "lost"
-        engine.link_lost_at = self.now()
-        self._changed(engine)
-        self._place_pending()
-        log.warning("recover.link_lost", engine=engine.name, incarnation=engine.incarnation, reason=reason)
-        self._suspect(engine.name, engine.incarnation, reason)
+    def _find_resident(self, engine: Engine, resident: m.Resident) -> None:
+        """A session that lies on the device since before we attached: its next turn goes there, unless it is a standby's copy."""
+        if resident.copied:
+            engine.copies[resident.session] = resident.tokens
+        else:
+            engine.keep(following.idle_name(resident.session), resident.namespace, resident.session, resident.tokens)
+        if self.standbys is not None and not self.is_answering(resident.session):
+            self.standbys.resident(engine, resident)
 
-    def _engine_down(self, engine: Engine, reason: str, detect_ms: float, fence_ms: float) -> None:
-        """Dead for certain: its streams go on elsewhere."""
-        if engine.state == "down":
-            return
-        engine.state = "down"
+    def engine_died(self, engine: Engine, loss: failover.Loss) -> None:
+        """For certain: its streams go on elsewhere."""
         self._changed(engine)
-        self._suspicion_settled(engine.name, engine.incarnation)
-        now = self.now()
-        loss = failover.loss_of(
-            engine.name, reason, heard=engine.last_heard or now, link_lost=engine.link_lost_at, told=now,
-            detect_ms=detect_ms, fence_ms=fence_ms,
-        )  # fmt: skip
-        self._release(engine)
         # One whose answer is complete needs no engine any more, only its end.
         streams, engine.streams = [s for s in engine.streams.values() if not s.finish], {}
         engine.residents.clear()
         following.lost(engine)
-        metrics.engine_losses.labels(reason).inc()
-        log.warning("recover.engine_down", engine=engine.name, reason=reason, streams=len(streams))
+        log.warning("recover.engine_down", engine=engine.name, reason=loss.reason, streams=len(streams))
         for stream in streams:
             if stream.end is None:
                 self._begin_recovery(stream, loss)
-        if reason != "exited":
+        if loss.reason != "exited":
             self._inquests.engine_died(Incarnation(engine.name, engine.incarnation), streams)
         self.pending.update({stream.id: stream for stream in streams if stream.end is None})
         self._place_pending()
+
+    def engine_gone(self, gone: m.EngineGone) -> None:
+        """How an engine died."""
+        self._inquests.heard(Incarnation(gone.engine, gone.incarnation), from_outside=gone.from_outside)
 
     def _end_poison(self, stream: Stream) -> None:
         """A request that engines die of is ended, so that its neighbours go on."""
@@ -575,18 +382,6 @@ class Dispatcher:
         )
         self._end(stream, "error", "poison", m.Refused(stream.id, stream.epoch, "poison_request", message))
 
-    def _release(self, engine: Engine) -> None:
-        if engine.link is not None:
-            engine.link.close()
-        if engine.pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(engine.pidfd)
-            os.close(engine.pidfd)
-            engine.pidfd = -1
-        for future in engine.parks.values():
-            if not future.done():
-                future.set_exception(ConnectionError("the engine is gone"))
-        engine.parks.clear()
-
     def _begin_recovery(self, stream: Stream, loss: failover.Loss) -> None:
         if stream.recovery is not None:  # lost again before the next token
             stream.record(stream.recovery.finish(loss.noticed))
@@ -595,7 +390,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------ what engines say
 
-    def _on_messages(self, engine: Engine, messages: list[Any]) -> None:
+    def engine_said(self, engine: Engine, messages: list[Any]) -> None:
         """All that one read brought; tokens of a stream are journaled and sent once."""
         fresh: dict[str, list[m.Output]] = {}
         for message in messages:
@@ -635,9 +430,7 @@ class Dispatcher:
                 if message.error:
                     log.error("adapter.refused", engine=engine.name, error=message.error)
             case m.Parked() | m.AdapterReady():
-                future = engine.parks.pop(message.request, None)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                engine.answered(message.request, message)
             case m.Stats():
                 engine.stats, engine.tenants = message.stats, message.tenants
 

@@ -18,7 +18,7 @@ import structlog
 
 from engine.messages import TenantStats
 from gateway import metrics
-from gateway.dispatch import Engine
+from gateway.engines import Engine
 from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
 from gateway.streams import Stream, StreamTable

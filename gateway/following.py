@@ -17,7 +17,7 @@ import structlog
 from engine import messages as m
 
 if TYPE_CHECKING:
-    from gateway.dispatch import Engine
+    from gateway.engines import Engine
     from gateway.streams import Stream
 
 log = structlog.get_logger()

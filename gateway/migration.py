@@ -24,7 +24,8 @@ from gateway import journal as j
 from gateway.errors import ApiError, conflict, not_found
 
 if TYPE_CHECKING:
-    from gateway.dispatch import Dispatcher, Engine
+    from gateway.dispatch import Dispatcher
+    from gateway.engines import Engine
     from gateway.streams import Stream
 
 log = structlog.get_logger()

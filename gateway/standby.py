@@ -20,7 +20,8 @@ from gateway import following, metrics
 from gateway.following import FollowState, IdleSession
 
 if TYPE_CHECKING:
-    from gateway.dispatch import Dispatcher, Engine
+    from gateway.dispatch import Dispatcher
+    from gateway.engines import Engine
     from gateway.streams import Stream
 
 USER = "standby"

@@ -15,7 +15,8 @@ from typing import Any
 from engine import messages as m
 from gateway import journal as j
 from gateway.app import TaskOwner
-from gateway.dispatch import Dispatcher, World
+from gateway.dispatch import Dispatcher
+from gateway.membership import World
 from gateway.settings import GatewaySettings
 from gateway.streams import Stream, StreamTable
 from gateway.tokenizer import TextCodec
