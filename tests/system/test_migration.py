@@ -182,24 +182,30 @@ def test_tiny_stream_moves_in_its_prefill(moving: System) -> None:
     assert again.text == moved.text, results
 
 
-@pytest.mark.parametrize("victim", ["source", "target", "gateway"])
+@pytest.mark.parametrize("victim", ["source", "target", "gateway", "keeper"])
 def test_tiny_move_while_somebody_is_killed(moving: System, victim: str) -> None:
+    """The keeper is stopped instead, and stays so until the answer is complete."""
     body, want = wanted(moving, 52, h.GREEDY, 200)
     body = {**body, "store": True}
-    source: list[str] = []
+    number = signal.SIGSTOP if victim == "keeper" else signal.SIGKILL
+    hit: list[int] = []
 
     def move_and_kill(answer: Answer) -> None:
-        source.append(moving.serving_engine(answer.stream_id).id)
-        target = other(moving, source[0])
+        source = moving.serving_engine(answer.stream_id).id
+        target = other(moving, source)
         mover = threading.Thread(target=lambda: attempt(moving, answer.stream_id, target))
         mover.start()
-        moving.signal({"source": source[0], "target": target, "gateway": "gateway"}[victim])
+        hit.append(moving.signal({"source": source, "target": target}.get(victim, victim), number))
 
-    got = moving.stream(h.CHAT, body, watch=h.after(30, move_and_kill))
-    while not got.done:
-        moving.wait("a gateway", moving.healthy, 30.0)
-        got = moving.resume(got)
-    h.assert_same(got, want, f"{victim} killed during the move")
+    try:
+        got = moving.stream(h.CHAT, body, watch=h.after(30, move_and_kill))
+        while not got.done:
+            moving.wait("a gateway", moving.healthy, 30.0)
+            got = moving.resume(got)
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(hit[0], signal.SIGCONT)
+    h.assert_same(got, want, f"{victim} hit during the move")
 
 
 def attempt(system: System, stream_id: str, target: str) -> None:
