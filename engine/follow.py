@@ -101,9 +101,9 @@ class Follower:
         self.exact[known.slot.index] = known.slot.length
         return known.slot
 
-    def claim(self, stream: str) -> None:
-        """The stream was submitted here: its slot is idle again, so that the sequence can go on in it."""
-        self.unfollow(stream)
+    def claim(self, stream: str) -> Slot | None:
+        """The stream was submitted here: its slot is idle again, so that the sequence can go on in it. None if it wasn't followed."""
+        return self.unfollow(stream)
 
     def let_go_of(self, session: str) -> None:
         """A session is parked."""

@@ -423,7 +423,10 @@ FromEngine = Union[
 
 
 class Subscribe(Message, frozen=True):
-    """First message of a gateway to the host agent; answered by one `EngineUp` for each live engine, then by news as it happens."""
+    """First message of a gateway to the host agent; answered by one `EngineUp` for each live engine and the last `EngineGone` of each.
+
+    Then come news as it happens.
+    """
 
     gateway: str
 
@@ -462,7 +465,7 @@ class EngineDown(Message, frozen=True):
 
 
 class EngineGone(Message, frozen=True):
-    """What is known of how a dead incarnation ended. Follows `EngineDown`, once.
+    """What is known of how a dead incarnation ended. Follows `EngineDown`.
 
     exit          its exit code, negative for a signal; None where nobody could learn it
     from_outside  it did not die of what it computed: somebody sent it a signal, or told it to end

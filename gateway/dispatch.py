@@ -148,7 +148,9 @@ class Dispatcher:
     async def load_adapter(self, digest: str, timeout_s: float) -> list[str]:
         """Have every engine load an adapter; returns what those say that can't. Raises TimeoutError."""
         directory = str(self.adapter_directory(digest))
-        asked = [(engine, engine.ask(lambda number: m.LoadAdapter(number, digest, directory))) for engine in self._ready()]
+        asked = [
+            (engine, engine.ask(lambda number: m.LoadAdapter(number, digest, directory))) for engine in self._ready()
+        ]
         async with asyncio.timeout(timeout_s):
             await asyncio.wait([future for _, future in asked])
         answers = [(engine, future.result()) for engine, future in asked if future.exception() is None]

@@ -35,7 +35,7 @@ class GatewaySettings:
                           `hot` spares that also keep the state of live streams, and of some idle sessions, on their device
     hot_sessions          under `hot`: idle sessions whose state a standby keeps, besides pinned ones; those that were used last, as far as
                           it has slots to spare
-    poison_deaths         a request that was being computed at so many deaths of engines, without a token between, is ended; kills from outside don't count
+    poison_deaths         a request that was being computed at so many deaths of engines, without a token between, is ended (not for kills)
     spares                engines kept idle while another one can serve
     default_max_tokens    length of an answer when the request names none; 0 means up to the context
     tool_form             how the model writes tool calls: `hermes`, `llama`, or `auto`, by its chat template

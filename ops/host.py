@@ -47,7 +47,7 @@ from tiers.paths import Paths
 log = structlog.get_logger("host")
 
 POLL_S = 0.01  # state of a page, or of the nursery's child, that is about to change
-REAP_LIMIT_S = 5.0  # for the nursery to notice what the host agent has noticed
+REAP_LOOKS = 500  # until the nursery has noticed what the host agent has noticed
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
 HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the settings are wrong
 QUICK_RESTARTS = 5
@@ -260,12 +260,15 @@ class Nursery:
     async def exit_code(self, pid: int) -> int | None:
         """Exit code of an engine that is dead, once it has reaped it; None if it is no child of this nursery."""
         try:
-            async with asyncio.timeout(REAP_LIMIT_S):
-                while (status := await self._ask({"op": "status", "pid": pid}))["running"]:
-                    await asyncio.sleep(POLL_S)
-                return status["exit"]
+            for _ in range(REAP_LOOKS):
+                async with asyncio.timeout(1.0):
+                    status = await self._ask({"op": "status", "pid": pid})
+                if not status["running"]:
+                    return status["exit"]
+                await asyncio.sleep(POLL_S)
         except (NurseryAway, TimeoutError):
-            return None
+            pass
+        return None
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -537,6 +540,8 @@ class HostAgent:
             for watch in self.watches.values():
                 if watch.ready:
                     writer.write(wire.encode(self._up(watch)))
+            for gone in self._gone.values():  # it may have missed them
+                writer.write(wire.encode(gone))
         else:
             self._take_suspect(message, writer)
 

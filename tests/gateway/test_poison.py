@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from gateway import poison
 from gateway.poison import Death, Deaths, Incarnation, InFlight, Verdict, judge, suspects
 from tests.gateway.conftest import Sse, World, chat
 from tests.gateway.fake_engine import FakeEngine
@@ -92,7 +93,8 @@ async def test_both_engines_died_by_themselves_ends_the_request(make_world) -> N
     assert (await task).errors[0]["code"] == "poison_request"
 
 
-async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_world) -> None:  # type: ignore[no-untyped-def]
+async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(poison, "REPORT_WAIT_S", 0.05)
     _, task = await both_had_begun(make_world)
     assert (await task).errors[0]["code"] == "poison_request"
 
@@ -138,5 +140,3 @@ async def test_poison_request_is_ended_and_its_neighbours_go_on(make_world) -> N
         keeper.cancel()
     deaths = sum(engine.dead for engine in world.engines)
     assert 2 <= deaths <= 5
-
-
