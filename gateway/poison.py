@@ -98,15 +98,24 @@ class Verdict:
 
 
 def suspects(in_flight: Sequence[InFlight], limit: int) -> Verdict:
-    """Who killed it? The only request that was there at `limit` deaths, or that was tried alone; of several, each is tried on its own."""
+    """Who killed it? The only request that can have been it at `limit` deaths; of several, each is tried on its own.
+
+    One that was tried like that is it, unless beside it was another that can have been: that one is to be tried, too.
+    """
     often = [request for request in in_flight if request.after.count >= limit]
-    unsure = [request for request in in_flight if not request.begun and not request.alone and request not in often]
+    doubtful = [request for request in in_flight if request not in often and _doubtful(request, limit)]
     tried = [request for request in often if request.alone]
-    if len(tried) == 1:
-        return Verdict(tried[0].stream, tuple(request.stream for request in often if not request.alone))
-    if len(often) == 1 and not unsure:
+    others = [request for request in (*often, *doubtful) if request not in tried]
+    if len(tried) == 1 and not others:
+        return Verdict(tried[0].stream)
+    if not tried and len(often) == 1 and not doubtful:
         return Verdict(often[0].stream)
-    return Verdict(alone=tuple(request.stream for request in (*often, *unsure))) if often else Verdict()
+    return Verdict(alone=tuple(request.stream for request in others)) if often else Verdict()
+
+
+def _doubtful(request: InFlight, limit: int) -> bool:
+    """It may not have begun this time, or was there often enough and may not have begun each time."""
+    return (not request.begun and not request.alone) or len(request.after.deaths) >= limit
 
 
 def judge(deaths: Deaths, last: Incarnation, limit: int) -> Literal["wait", "end", "free"]:

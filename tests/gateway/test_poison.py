@@ -37,8 +37,15 @@ def test_request_that_was_not_heard_to_begin_makes_the_others_no_culprits() -> N
     assert suspects([flying("a", ONCE), unsure], 2) == Verdict(alone=("a", "b"))
     assert suspects([unsure], 2) == Verdict()
     assert unsure.after.count < 1, "two engines killed at the same moment are no proof"
+    unsure_before = Deaths(5, (Death(FIRST, 0.25),))
+    assert suspects([flying("a", ONCE), flying("b", unsure_before)], 2) == Verdict(alone=("a", "b"))
+
+
+def test_request_tried_alone_is_it_unless_another_that_can_be_was_beside_it() -> None:
     tried = flying("b", ONCE, begun=False, alone=True)
-    assert suspects([flying("a", ONCE), tried], 2) == Verdict("b", ("a",))
+    assert suspects([flying("a", Deaths()), tried], 2) == Verdict("b")
+    assert suspects([flying("a", ONCE), tried], 2) == Verdict(alone=("a",))
+    assert suspects([flying("a", Deaths(), begun=False), tried], 2) == Verdict(alone=("a",))
 
 
 def test_verdict_waits_until_it_is_known_how_the_engines_died() -> None:
