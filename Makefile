@@ -10,8 +10,10 @@ UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
 # Small models in tests: more torch threads only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-# Tests run in two processes; those of one running system in the same one (tests/system/conftest.py). One at a time: ARGS="-n 0".
-SIDE_BY_SIDE := -n 2
+# Unit tests run in two processes. Those with processes wait more than they compute, so three of them keep two cores busy; tests of one
+# running system run in the same one (tests/system/conftest.py), the longest first (tests/order.py). One at a time: ARGS="-n 0".
+SIDE_BY_SIDE := -n 2 --dist worksteal
+WITH_SYSTEMS := -n 3 --dist loadgroup --no-loadscope-reorder
 # What a check at the keyboard leaves to `make test`.
 SLOW := soak or system or kinds or process
 
@@ -32,13 +34,13 @@ serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 
 
 test: $(STAMP)  ## run the whole suite, in about twenty minutes on two cores (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(SIDE_BY_SIDE) --dist loadgroup $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(WITH_SYSTEMS) $(ARGS)
 
 check: $(STAMP)  ## format, lint, types, quick unit tests; about a minute and a half on two cores
 	@$(PY) -m ruff format --check $(CODE)
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m mypy
-	@$(ONE_THREAD) $(PY) -m pytest -q -m "not ($(SLOW))" $(SIDE_BY_SIDE) --dist worksteal $(UNIT) $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -q -m "not ($(SLOW))" $(SIDE_BY_SIDE) $(UNIT) $(ARGS)
 
 format: $(STAMP)  ## format the code and fix what the linter can fix
 	@$(PY) -m ruff format $(CODE)

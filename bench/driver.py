@@ -222,7 +222,7 @@ class System:
             status = self.serve.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise DriverError(f"serve did not end on SIGTERM in {timeout_s:g} s:\n{self.log_tail()}") from None
-        wait_for("an end of every process", lambda: not self.processes(), 20.0, 0.02)
+        wait_for("an end of every process", lambda: not self.processes(), 60.0, 0.02)
         return status
 
     def kill_all(self) -> None:
@@ -231,8 +231,8 @@ class System:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.serve is not None:
-            self.serve.wait(10.0)
-        wait_for("the death of every process", self._nothing_left, 20.0, 0.02)
+            self.serve.wait(60.0)
+        wait_for("the death of every process", self._nothing_left, 60.0, 0.02)
 
     def _nothing_left(self) -> bool:
         for pid in self.processes():
@@ -475,7 +475,7 @@ def at_once(calls: list[Callable[[], T]], timeout_s: float = 300.0) -> list[T]:
 
     def run(index: int, call: Callable[[], T]) -> None:
         try:
-            barrier.wait(10.0)
+            barrier.wait(60.0)
             results[index] = call()
         except BaseException as error:  # handed to the caller below
             errors.append(error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import tempfile
@@ -319,9 +320,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--nice", type=int, default=0, help="lower its priority by so much")
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     options = parser.parse_args()
+    os.nice(options.nice)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
-    for name, count in run(options.seconds, options.seed).most_common():
+    done = run(options.seconds, options.seed)
+    if options.json:
+        print(json.dumps(done))
+        return
+    for name, count in done.most_common():
         print(f"{name:20} {count}")
 
 

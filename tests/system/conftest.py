@@ -16,7 +16,8 @@ GROUPS = {
     "demo_system": "demo",
     "reference_system": "demo",
     "exact_system": "exact",
-    "source": "commands",
+    "guarded_system": "guarded",
+    "other_system": "commands",
     "warm_system": "warm",
     "hot_system": "hot",
 }
@@ -60,16 +61,25 @@ def demo_model() -> str:
 
 
 def running(
-    model: str | Path, directory: Path, engines: int, sections: dict[str, Any] | None = None, **engine: Any
+    model: str | Path,
+    directory: Path,
+    engines: int,
+    sections: dict[str, Any] | None = None,
+    *,
+    api_key: str = "",
+    environment: dict[str, str] | None = None,
+    **engine: Any,
 ) -> Iterator[System]:
     """A system for as long as the fixture lives; its end is graceful and must leave nothing."""
     settings = {
         "engine": {**harness.ONE_THREAD, **engine},
         "tiers": harness.SMALL_LANES,
-        "host": {"restart_backoff_ms": 50, "restart_limit_ms": 200},  # tests kill far more often than life does
+        "host": {"restart_backoff_ms": 20, "restart_limit_ms": 50},  # tests kill far more often than life does
         **(sections or {}),
     }
-    system = System(model, directory / "data", engines=engines, settings=settings)
+    system = System(
+        model, directory / "data", engines=engines, settings=settings, api_key=api_key, environment=environment
+    )
     try:
         yield system.start()
         settled_or_new(system)
@@ -95,18 +105,38 @@ def tiny_system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def demo_system(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    yield from running(demo_model, tmp_path_factory.mktemp("demo"), 2)
+    yield from running(demo_model, tmp_path_factory.mktemp("demo"), 2, {"tiers": harness.LANES})
 
 
 @pytest.fixture(scope="session")
 def reference_system(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    yield from running(demo_model, tmp_path_factory.mktemp("reference"), 1)
+    yield from running(demo_model, tmp_path_factory.mktemp("reference"), 1, {"tiers": harness.LANES})
+
+
+@pytest.fixture(scope="session")
+def guarded_system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Open to other addresses, so with keys; a short queue; nothing on the disk or in a lane is readable."""
+    sections: dict[str, Any] = {"gateway": {"host": "0.0.0.0", "max_waiting": 1}}
+    sections["tiers"] = {**harness.SMALL_LANES, "lane_encryption": "always", "durability": "turn"}
+    sections |= {f"tenants.{name}": {"api_key": f"{harness.SECRET} {name}"} for name in ("acme", "zeta")}
+    environment = {"CONCORDIA_STORE_KEYS": f"* = {'7e' * 32}"}
+    key, directory = f"{harness.SECRET} the test", tmp_path_factory.mktemp("guarded")
+    for system in running(tiny_model, directory, 1, sections, api_key=key, environment=environment, slots=4):
+        yield system
+        log = system.log_path
+    assert harness.SECRET not in log.read_text(), "a key is in the log"
 
 
 @pytest.fixture
 def tiny(tiny_system: System) -> System:
     """Two engines with the tiny model, idle."""
     return settled_or_new(tiny_system)
+
+
+@pytest.fixture
+def guarded(guarded_system: System) -> System:
+    """One engine with the tiny model behind keys, idle."""
+    return settled_or_new(guarded_system)
 
 
 @pytest.fixture

@@ -29,9 +29,11 @@ MODES: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED}
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-SMALL_LANES = {"lane_bytes": 64 << 20, "lane_record_count": 1 << 14}
-# Tiny models compute as fast as a busy machine copies: what is stored is always put back.
-ONE_THREAD = {"threads": 1, "restore": "always"}
+SECRET = "a secret of"  # how every key of a test begins
+SMALL_LANES = {"lane_bytes": 16 << 20, "lane_record_count": 1 << 14}
+LANES = {"lane_bytes": 64 << 20, "lane_record_count": 1 << 14}  # for models whose tokens are tens of kilobytes
+# Tiny models compute as fast as a busy machine copies: what is stored is always put back. Memory is touched when it is needed.
+ONE_THREAD = {"threads": 1, "restore": "always", "prefault_tokens": 0}
 
 
 # ---------------------------------------------------------------- models

@@ -109,27 +109,16 @@ def test_unknown_path_and_wrong_method_are_refused_in_the_same_shape(tiny: Syste
         assert "message" in answer["error"], answer
 
 
-def test_queue_full_is_429_with_retry_after(tiny_model, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    settings = {
-        "gateway": {"max_waiting": 1},
-        "engine": {"slots": 1, **h.ONE_THREAD},
-        "tiers": h.SMALL_LANES,
-    }
-    system = System(tiny_model, tmp_path / "data", engines=1, settings=settings)
-    try:
-        system.start()
-        body = h.chat(system, "x", tokens=300)
-        results = at_once([lambda: system.call("POST", h.CHAT, body) for _ in range(12)])
-        statuses = [status for status, _, _ in results]
-        assert 200 in statuses and 429 in statuses, statuses
-        assert set(statuses) == {200, 429}, statuses
-        for status, headers, answer in results:
-            if status == 429:
-                assert int(headers["retry-after"]) >= 1
-                assert "message" in answer["error"], answer
-        assert system.stop() == 0
-    finally:
-        system.close()
+def test_queue_full_is_429_with_retry_after(guarded: System) -> None:
+    body = h.chat(guarded, "x", tokens=300)
+    results = at_once([lambda: guarded.call("POST", h.CHAT, body) for _ in range(12)])
+    statuses = [status for status, _, _ in results]
+    assert 200 in statuses and 429 in statuses, statuses
+    assert set(statuses) == {200, 429}, statuses
+    for status, headers, answer in results:
+        if status == 429:
+            assert int(headers["retry-after"]) >= 1
+            assert "message" in answer["error"], answer
 
 
 def test_server_still_answers_after_all_of_it(tiny: System) -> None:

@@ -78,7 +78,7 @@ def test_demo_killed_in_prefill(demo: System, reference: System) -> None:
     reader = threading.Thread(target=lambda: box.append(demo.stream(h.CHAT, body)))
     reader.start()
     engine = demo.wait(
-        "an engine in prefill", lambda: next((e for e in demo.engines() if e.stats["running"]), None), 10.0
+        "an engine in prefill", lambda: next((e for e in demo.engines() if e.stats["running"]), None), 60.0
     )
     h.kill_serving(demo, "", pid=engine.pid)
     reader.join(120.0)

@@ -34,7 +34,7 @@ def gemma_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     options = {"slots": 3, "context_tokens": 5120, "prefault_tokens": 0}
-    yield from running(MODEL, tmp_path_factory.mktemp("gemma"), 1, **options)
+    yield from running(MODEL, tmp_path_factory.mktemp("gemma"), 1, {"tiers": h.LANES}, **options)
 
 
 @pytest.fixture
