@@ -81,18 +81,23 @@ def alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z", "X")
 
 
+def is_marked(pid: int, mark: str) -> bool:
+    """Whether it is a live process whose environment carries the mark."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{MARK}={mark}".encode() in environment.split(b"\0") and alive(pid)
+
+
 def marked_processes(mark: str) -> dict[int, str]:
     """Pid and command line of every live process whose environment carries the mark."""
-    wanted = f"{MARK}={mark}".encode()
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and alive(int(entry.name)):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        if is_marked(pid, mark):
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found[pid] = line.replace(b"\0", b" ").decode(errors="replace")
     return found
 
 
@@ -200,7 +205,7 @@ class System:
             f"{wanted} ready engines", lambda: len(self.ready_engines()) >= wanted and self.healthy(), timeout_s, 0.05
         )
 
-    def wait(self, what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.01) -> T:
+    def wait(self, what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.02) -> T:
         """`wait_for` that also fails at once when `serve` ends, and shows the log's end."""
 
         def checked() -> T | None:
@@ -269,7 +274,7 @@ class System:
             pid = int(json.loads(self.paths.pid_file(name).read_text())["pid"])
         except (OSError, ValueError, KeyError):
             return 0
-        return pid if alive(pid) and pid in self.processes() else 0
+        return pid if is_marked(pid, self.mark) else 0
 
     def signal(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a named process and return its pid."""
@@ -356,7 +361,7 @@ class System:
             serving = [e for e in self.engines() if any(stream_id in s["stream"] for s in e.streams)]
             return serving[0] if serving else None
 
-        return self.wait(f"an engine that serves {stream_id or 'anything'}", probe, 30.0)
+        return self.wait(f"an engine that serves {stream_id or 'anything'}", probe, 60.0, 0.01)
 
     # ------------------------------------------------------------ streams
 

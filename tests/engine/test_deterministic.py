@@ -93,6 +93,7 @@ def test_state_of_both_modes_is_never_mixed(exact: Start, start_engine: Start) -
     assert exact("a").engine.root != start_engine("b").engine.root
 
 
+@pytest.mark.process
 def test_what_depends_on_the_step_is_found_and_computed_token_by_token(exact: Start) -> None:
     """Attention that is cut as it comes is not exact here; a pass for each token is."""
     engine = exact().engine
@@ -103,6 +104,7 @@ def test_what_depends_on_the_step_is_found_and_computed_token_by_token(exact: St
     make_exact(engine.model, engine.arena, engine.cache, engine.prefill_chunk)
 
 
+@pytest.mark.process
 def test_an_engine_that_cannot_keep_it_is_refused(exact: Start) -> None:
     """A model that adds noise of its own to each pass."""
     engine = exact().engine
@@ -116,6 +118,7 @@ def test_an_engine_that_cannot_keep_it_is_refused(exact: Start) -> None:
         noise.remove()
 
 
+@pytest.mark.process
 def test_tiles_see_what_the_plain_attention_sees(exact: Start, start_engine: Start) -> None:
     prompt = random_tokens(11, 500)
     logits = []

@@ -24,6 +24,7 @@ def reference(start_engine: Start, prompt: list[int], answer: int, sampling: m.S
     return engine.tokens("reference")
 
 
+@pytest.mark.process
 def test_greedy_tokens_are_those_of_transformers(start_engine: Start, tiny_dir) -> None:
     prompt = random_tokens(1, 300)
     engine = start_engine()

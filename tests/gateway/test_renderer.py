@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,7 @@ def test_any_tokens_after_any_prompt_render_the_same_twice_and_lose_no_ascii(
     assert [ord(c) for c in text if ord(c) < 128] == ascii_wanted
 
 
+@pytest.mark.process
 @settings(deadline=None, max_examples=200)
 @given(st.text("abé€😀", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=3), min_size=1, max_size=4))
 def test_text_ends_right_before_the_first_stop_string_that_is_complete(text: str, stops: list[str]) -> None:

@@ -56,6 +56,7 @@ def test_an_exported_file_holds_nothing_that_can_be_read(sealed: Place, tmp_path
     assert sealed.json("inspect", str(file))["export"]["tokens"] == 43
 
 
+@pytest.mark.process
 def test_a_passphrase_or_a_key_file_instead(
     sealed: Place, places: Callable[[str], Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

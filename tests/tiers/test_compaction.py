@@ -463,6 +463,7 @@ def test_failure_at_any_step_loses_nothing(world: World, name: str, turn: int) -
     assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
 
 
+@pytest.mark.process
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_keeps_the_newest_of_every_session(world: World, data: st.DataObject) -> None:

@@ -39,6 +39,7 @@ def file(world: World, tmp_path: Path) -> Path:
     return tmp_path / "f"
 
 
+@pytest.mark.process
 def test_every_flipped_byte_and_every_cut_is_found(file: Path) -> None:
     whole = file.read_bytes()
     assert export.check_exported(file, keys=KEYS).manifest.session == "chat"

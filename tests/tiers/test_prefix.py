@@ -188,6 +188,7 @@ def test_frames_are_views_not_copies(world: World) -> None:
         assert not frame.flags.owndata and not frame.flags.writeable
 
 
+@pytest.mark.process
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_cut_any_drain_any_branch(world: World, data: st.DataObject) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def test_few_are_kept_and_always_what_a_rollback_needs(entries: list[tuple[int, 
     assert (tip in kept) == (tip in usable)
 
 
+@pytest.mark.process
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(0, 3000))
 def test_thinning_again_and_again_still_covers_every_rollback(steps: list[int], back: int) -> None:
     """As the tip moves on, with what was dropped gone for good: a point lies within RATIO times the distance rolled back."""
