@@ -20,10 +20,10 @@ MODULES = {
 }
 
 
-def rank(item: pytest.Item) -> float:
-    """Smallest first."""
+def rank(item: pytest.Item) -> tuple[float, str]:
+    """Smallest first; the tests of a group stay together."""
     group = item.get_closest_marker("xdist_group")
     if group is not None:
-        return -float(GROUPS.get(group.args[0], 50))
+        return -float(GROUPS.get(group.args[0], 50)), group.args[0]
     seconds = next((seconds for start, seconds in MODULES.items() if item.nodeid.startswith(start)), 1)
-    return -float(seconds)
+    return -float(seconds), ""

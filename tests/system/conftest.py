@@ -23,10 +23,11 @@ GROUPS = {
 }
 
 LEAST_TIMEOUT_S = 300
+shared: dict[str, list[System]] = {}  # by group: systems of this process that are ended after the group's last test
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks of every test here. `make test` runs two workers, and keeps the tests of one group at one of them."""
+    """Marks of every test here. `make test` runs several workers, and keeps the tests of one group at one of them."""
     item.add_marker(pytest.mark.system)
     # By signal, so that fixtures are torn down and no process is left. Generous: it only has to end what would never end.
     limit_s = max([LEAST_TIMEOUT_S, *(mark.args[0] for mark in item.iter_markers("timeout"))])
@@ -45,6 +46,15 @@ def group_of(item: pytest.Item) -> str:
     found = {name for name in (*named, *chosen) if name != "tiny"}
     assert len(found) <= 1, f"{item.nodeid} asks for systems of several groups: {found}"
     return next(iter(found), "")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A system that nobody asks for any more would only take memory and time from the others."""
+    group = group_of(item)
+    if group and (not isinstance(nextitem, pytest.Function) or group_of(nextitem) != group):
+        for system in shared.pop(group, []):
+            end(system)
 
 
 @pytest.fixture(scope="session")
@@ -82,10 +92,23 @@ def running(
     )
     try:
         yield system.start()
-        settled_or_new(system)
-        assert system.stop() == 0, system.log_tail()
+        end(system)
     finally:
         system.close()
+
+
+def end(system: System) -> None:
+    """End it gracefully, unless it has been."""
+    if system.serve is None or system.serve.poll() != 0:
+        settled_or_new(system)
+        assert system.stop() == 0, system.log_tail()
+
+
+def running_for_its_group(name: str, *arguments: Any, **options: Any) -> Iterator[System]:
+    """`running`, but ended with the last test of the group of the fixture `name`."""
+    for system in running(*arguments, **options):
+        shared.setdefault(GROUPS[name], []).append(system)
+        yield system
 
 
 def settled_or_new(system: System) -> System:
@@ -105,12 +128,14 @@ def tiny_system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def demo_system(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    yield from running(demo_model, tmp_path_factory.mktemp("demo"), 2, {"tiers": harness.LANES})
+    directory = tmp_path_factory.mktemp("demo")
+    yield from running_for_its_group("demo_system", demo_model, directory, 2, {"tiers": harness.LANES})
 
 
 @pytest.fixture(scope="session")
 def reference_system(demo_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    yield from running(demo_model, tmp_path_factory.mktemp("reference"), 1, {"tiers": harness.LANES})
+    directory = tmp_path_factory.mktemp("reference")
+    yield from running_for_its_group("reference_system", demo_model, directory, 1, {"tiers": harness.LANES})
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +146,8 @@ def guarded_system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     sections |= {f"tenants.{name}": {"api_key": f"{harness.SECRET} {name}"} for name in ("acme", "zeta")}
     environment = {"CONCORDIA_STORE_KEYS": f"* = {'7e' * 32}"}
     key, directory = f"{harness.SECRET} the test", tmp_path_factory.mktemp("guarded")
-    for system in running(tiny_model, directory, 1, sections, api_key=key, environment=environment, slots=4):
+    options: dict[str, Any] = {"api_key": key, "environment": environment, "slots": 4}
+    for system in running_for_its_group("guarded_system", tiny_model, directory, 1, sections, **options):
         yield system
         log = system.log_path
     assert harness.SECRET not in log.read_text(), "a key is in the log"

@@ -22,7 +22,7 @@ ORPHANS_END_S = 15 + 60  # an engine waits 15 s for a host agent, and looks once
 @pytest.fixture
 def own(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
     """A system of one test's own, to be damaged at will."""
-    settings = {"engine": harness.ONE_THREAD, "tiers": harness.SMALL_LANES}
+    settings = {"engine": harness.ONE_THREAD, "tiers": harness.SMALL_LANES, "gateway": {"drain_s": 120}}
     system = System(tiny_model, tmp_path / "data", engines=2, settings=settings)
     try:
         yield system.start()
@@ -108,7 +108,7 @@ def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System
     assert {row["name"] for row in shown["processes"]} == {"serve", "gateway", "host", "keeper", "nursery", "e0", "e1"}
     assert {row["id"] for row in shown["engines"]} == {"e0", "e1"}
     assert concordia(own, "verify").returncode == 0
-    body = harness.chat(own, harness.prompts(seed=56, count=1)[0], tokens=800)
+    body = harness.chat(own, harness.prompts(seed=56, count=1)[0], tokens=300)
     end = harness.after(5, lambda answer: os.kill(own.pid("serve"), signal.SIGTERM))
     harness.assert_whole(own.stream(harness.CHAT, body, watch=end))
     assert own.stop() == 0, own.log_tail()
