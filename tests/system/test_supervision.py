@@ -111,8 +111,10 @@ def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System
     body = harness.chat(own, harness.prompts(seed=56, count=1)[0], tokens=300)
     end = harness.after(5, lambda answer: os.kill(own.pid("serve"), signal.SIGTERM))
     harness.assert_whole(own.stream(harness.CHAT, body, watch=end))
-    assert own.stop() == 0, own.log_tail()
-    assert not [path for end in ("sock", "pid", "url") for path in own.paths.lane_dir.glob(f"*.{end}")]
+    assert own.serve is not None
+    assert own.serve.wait(120) == 0, own.log_tail()  # a second signal would kill what the first waits for
+    assert own.stop() == 0
+    assert not [path for kind in ("sock", "pid", "url") for path in own.paths.lane_dir.glob(f"*.{kind}")]
     assert concordia(own, "status", *place).returncode == 4
     verified = json.loads(concordia(own, "verify", "--json").stdout)
     assert verified["ok"]
