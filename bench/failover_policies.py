@@ -7,6 +7,8 @@ Regime    Demo model, one stream, greedy, prompt of seeded random token ids; two
 Baseline  Of each policy and length: `cold` at that length, in the same run. Of `hot 7k / 256`: hot at the shortest length. Of
           `hot ... beyond a token`: the wait for an ordinary token.
 Unit      ms; ratio is cold / ours, except `hot 7k / 256` (longest / shortest). Wanted: at most 1.2 there, and 150 ms beyond a token.
+          The gap ends with a token, which on a CPU takes twice as long at 7k as at 256, whoever computes it: `..., less a token` is the
+          same ratio of what the recovery adds.
 Seed      --seed
 """
 
@@ -55,11 +57,14 @@ def add_hot(rows: report.Report, hot: Any, gap: dict[tuple[str, int], float], le
     rows.add(
         report.Row(name, gap["hot", long], "ms", gap["hot", short], gap["hot", long] / gap["hot", short], "<= 1.2")
     )
+    token = {length: report.median([kill["token_ms"] for kill in hot[length]]) for length in lengths}
+    beyond = {length: max(0.0, gap["hot", length] - token[length]) for length in lengths}
+    if beyond[short]:
+        ratio = beyond[long] / beyond[short]
+        rows.add(report.Row(f"{name}, less a token", beyond[long], "ms", beyond[short], ratio, "<= 1.2"))
     for length in lengths:
-        token = report.median([kill["token_ms"] for kill in hot[length]])
-        beyond = max(0.0, gap["hot", length] - token)
         case = f"hot {report.length_name(length)} beyond a token"
-        rows.add(report.Row(case, beyond, "ms", token, beyond / token, "value <= 150"))
+        rows.add(report.Row(case, beyond[length], "ms", token[length], beyond[length] / token[length], "value <= 150"))
 
 
 def measure(
