@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 UNSURE_WEIGHT = 0.25  # of a death at which the engine was not heard to have begun the request
-REPORT_WAIT_S = 3.0  # for the host agent's word, which comes within milliseconds on an idle machine; without it a death counts
+REPORT_WAIT_S = 3.0  # for the host agent's word, which takes milliseconds as a rule; without it a death counts
 
 
 class Incarnation(NamedTuple):
