@@ -42,7 +42,8 @@ def fork_position(wish: ForkRequest, tokens: list[int], stop_tokens: list[int]) 
     if wish.message is not None:
         ends = [index + 1 for index, token in enumerate(tokens) if token in stop_tokens]
         if not 0 <= wish.message < len(ends):
-            message = f"message: must lie in [0, {len(ends)}), the messages that have ended, got {wish.message}"
+            known = f"must be at least 0 and below {len(ends)}, the messages that have ended, got {wish.message}"
+            message = f"message: {known if ends else 'none of its messages has ended by an end token; send position'}"
             raise bad_request(message, "message", "out_of_range")
         return ends[wish.message]
     position = count if wish.position is None else wish.position

@@ -95,8 +95,10 @@ def test_a_message_ends_at_its_end_token() -> None:
     assert fork_position(ForkRequest(message=0), tokens, [2]) == 3
     assert fork_position(ForkRequest(message=1), tokens, [2]) == 5
     assert fork_position(ForkRequest(), tokens, [2]) == 7
-    with pytest.raises(ApiError):
+    with pytest.raises(ApiError, match="below 2"):
         fork_position(ForkRequest(message=2), tokens, [2])
+    with pytest.raises(ApiError, match="none of its messages has ended"):
+        fork_position(ForkRequest(message=0), tokens, [3])
     with pytest.raises(ApiError, match="no tokens"):
         fork_position(ForkRequest(), [], [2])
     assert parse_fork(b"") == ForkRequest()
