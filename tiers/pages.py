@@ -41,23 +41,28 @@ def give_back(view: np.ndarray) -> None:
         _madvise(start, end - start, MADV_DONTNEED)
 
 
-def read_ahead(view: np.ndarray, ahead_bytes: int, done: int = 0) -> int:
-    """Have the kernel read what follows `view` in its file, up to ahead_bytes behind it, while the caller goes on.
+class ReadAhead:
+    """Has the kernel read what follows a value in its file while the caller goes on with the value.
 
-    done     what an earlier call returned: what lies below it isn't asked for again, nor anything while half of ahead_bytes is (each
-             asking costs 30 us, also where all pages are in memory)
-    Returns  the address up to which pages are asked for
+    Values may lie anywhere, and asking for 2 MB costs 30 us, also where all of it is in memory: so each MB is asked for once.
     """
-    end = view.__array_interface__["data"][0] + view.nbytes
-    goal = (end + ahead_bytes) & _PAGE_MASK
-    if end + ahead_bytes // 2 <= done <= goal:
-        return done
-    start = done if end <= done <= goal else end & _PAGE_MASK
-    if goal > start:
-        _madvise(start, goal - start, MADV_WILLNEED)
-    return goal
+
+    def __init__(self, ahead_bytes: int) -> None:
+        self._ahead_bytes = ahead_bytes
+        self._asked: set[int] = set()  # by the MB that it is in the map
+
+    def after(self, view: np.ndarray) -> None:
+        """`view` is being used: the `ahead_bytes` behind it may be wanted next."""
+        end = view.__array_interface__["data"][0] + view.nbytes
+        first = (end + _GRANULE - 1) // _GRANULE
+        missing = [at for at in range(first, (end + self._ahead_bytes) // _GRANULE + 1) if at not in self._asked]
+        if missing:
+            start = missing[0] * _GRANULE
+            _madvise(start, (missing[-1] + 1) * _GRANULE - start, MADV_WILLNEED)
+            self._asked.update(missing)
 
 
+_GRANULE = 1 << 20
 SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:

@@ -20,7 +20,7 @@ from tiers.errors import BadBlock, BadRecord, OtherFormat, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
-from tiers.pages import read_ahead
+from tiers.pages import ReadAhead
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
 from tiers.view import EmptyView, View
 
@@ -161,7 +161,7 @@ class Reading:
         self._view = view
         self._index = index
         self._lane_frames: dict[LaneRef, np.ndarray] = {}
-        self._ahead = 0  # address in the store's map up to which pages are being read
+        self._ahead = ReadAhead(READ_AHEAD_BYTES)
 
     def find(
         self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
@@ -242,7 +242,7 @@ class Reading:
         if not windows and extent.groups == ALL_GROUPS and isinstance(extent.ref, bytes) and len(extent.ref) == 16:
             rows = self._view.leading(BlockId(extent.ref))
             if rows is not None and rows.token_count == extent.frame_token_count:
-                self._ahead = read_ahead(rows.frame, READ_AHEAD_BYTES, self._ahead)
+                self._ahead.after(rows.frame)
                 return FrameSlice(rows.frame, rows.token_count, extent.take_start, extent.take_end, rows.groups)
         try:
             frame = self._lane_frame(extent.ref) if isinstance(extent.ref, LaneRef) else self._stored_frame(extent)
@@ -264,7 +264,7 @@ class Reading:
         if value.token_count != extent.frame_token_count:
             cause = f"{value.token_count} tokens, not {extent.frame_token_count}"
             raise BadBlock("a stored frame has another length", where=ref.hex(), cause=cause)
-        self._ahead = read_ahead(value.frame, READ_AHEAD_BYTES, self._ahead)
+        self._ahead.after(value.frame)
         if len(ref) == 16 and value.groups != extent.groups:
             raise BadBlock("a stored frame has other groups", where=ref.hex())
         return value.frame
