@@ -151,10 +151,10 @@ def _waits(driver: CudaDriver) -> str:
     square = torch.ones(512, 512, device="cuda")
 
     def load_code() -> None:
-        part = StatePart(48, 48)
-        driver.load(source.snapshotter(StateShape((part,)))).launch(
-            "operator_address", driver.stream(), 1, 32, (driver.mapped_buffer(8).address,)
-        )
+        module = driver.load(source.snapshotter(StateShape((StatePart(48, 48),))))
+        out, stream = driver.mapped_buffer(8), driver.stream()
+        module.launch("operator_address", stream, 1, 32, (out.address,))
+        stream.synchronize()  # before its memory goes
 
     def allocate() -> None:
         held = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")

@@ -179,9 +179,10 @@ class CudaDriver:
                 address = runtime.hostAlloc(byte_count, runtime.hostAllocMapped | runtime.hostAllocPortable)
             except runtime.CUDARuntimeError as error:
                 raise CaptureError(f"no {byte_count} bytes of pinned memory: {error}") from error
-        host = bytes_at(address, byte_count)
+        pinned = _Pinned(runtime, address)
+        host = bytes_at(address, byte_count, pinned)
         host[:] = 0
-        return Buffer(address, byte_count, host, _Pinned(runtime, address))
+        return Buffer(address, byte_count, host, pinned)
 
     def register(self, array: np.ndarray) -> Buffer:
         """See Driver."""

@@ -33,12 +33,14 @@ class Memory:
     def host_bytes(self) -> np.ndarray:
         """The bytes themselves (uint8, writable); host memory only."""
         assert self.device == CPU, "memory of a GPU cannot be read in place"
-        return bytes_at(self.address, self.byte_count)
+        return bytes_at(self.address, self.byte_count, self.owner)
 
 
-def bytes_at(address: int, byte_count: int) -> np.ndarray:
-    """Host memory as uint8, writable; whoever owns it must outlive the array."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(address))
+def bytes_at(address: int, byte_count: int, owner: Any = None) -> np.ndarray:
+    """Host memory as uint8, writable. `owner` lives as long as the array or a view of it; without one, somebody else sees to that."""
+    memory = (ctypes.c_uint8 * byte_count).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return np.ctypeslib.as_array(memory)
 
 
 def memory_of(source: Any, byte_count: int | None = None, *, device: int = CPU) -> Memory:
@@ -97,13 +99,20 @@ def _interface(interface: dict[str, Any], owner: Any) -> Memory:
         raise BadRegion(f"an array of shape {shape} and strides {tuple(strides)} is not contiguous; register its base")
     if read_only:
         raise BadRegion("a read-only array cannot be restored; register a writable one")
-    device = _device_of(owner)
+    device = _device_of(owner, address)
     return _checked(Memory(address, int(np.prod(shape, dtype=np.int64)) * item, device, owner))
 
 
-def _device_of(owner: Any) -> int:
-    device = getattr(owner, "device", None)
-    return int(getattr(device, "id", 0) or 0)
+def _device_of(owner: Any, address: int) -> int:
+    """As CuPy's arrays name it; of others that keep it to themselves (numba's) the driver is asked."""
+    named = getattr(getattr(owner, "device", None), "id", None)
+    if named is not None:
+        return int(named)
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return 0
+    return max(0, int(runtime.pointerGetAttributes(address).device)) if address else 0
 
 
 def _packed(shape: tuple[int, ...], item: int) -> tuple[int, ...]:

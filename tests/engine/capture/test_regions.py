@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import torch
 
 from engine.capture.errors import BadRegion
 from engine.capture.plain import PlainDevice
-from engine.capture.regions import CPU, Memory, memory_of
+from engine.capture.regions import CPU, Memory, bytes_at, memory_of
 
 
 class Interface:
@@ -57,6 +61,18 @@ def test_objects_with_cupys_interface_name_their_device() -> None:
     assert memory_of(Interface(strides=(24, 4))).byte_count == 96
 
 
+def test_of_objects_that_do_not_name_their_device_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = Interface()
+    del array.device
+    runtime = SimpleNamespace(pointerGetAttributes=lambda address: SimpleNamespace(device=3 if address == 4096 else -1))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    assert memory_of(array).device == 3
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    assert memory_of(array).device == 0
+
+
 def test_any_dlpack_object_is_taken() -> None:
     tensor = torch.arange(6)
     memory = memory_of(OnlyDlpack(tensor))
@@ -87,6 +103,22 @@ def test_a_raw_address_is_taken_with_its_length_and_device() -> None:
 def test_what_cannot_be_captured_is_refused(source: Any, why: str) -> None:
     with pytest.raises(BadRegion, match=why):
         memory_of(source)
+
+
+def test_memory_is_not_freed_while_a_view_of_it_is_looked_at() -> None:
+    class Owner:
+        """Frees it."""
+
+    memory = np.arange(64, dtype=np.uint8)
+    owner = Owner()
+    gone = weakref.ref(owner)
+    view = bytes_at(memory.ctypes.data, 64, owner)[8:16].view("<u4")
+    del owner
+    gc.collect()
+    assert gone() is not None and view.tobytes() == bytes(range(8, 16))
+    del view
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_cpu_device_refuses_memory_of_a_gpu() -> None:
