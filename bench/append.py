@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import report
-from tiers.lane import LaneReader, LaneWriter
+from tiers.lane import LaneWriter
+from tiers.lane_reader import LaneReader
 from tiers.layout import Layout, RootId, SequenceId
 
 SIZES = {"23 KB": 23 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10, "1 MB": 1 << 20, "4 MB": 4 << 20}

@@ -23,7 +23,8 @@ import torch
 from bench import report
 from engine.arena import Arena, LayerShape, Slot
 from engine.capture import Capture, Cursor
-from tiers.lane import LaneReader, LaneWriter
+from tiers.lane import LaneWriter
+from tiers.lane_reader import LaneReader
 from tiers.layout import RootId
 from tiers.paths import SHARED_MEMORY
 

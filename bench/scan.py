@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench import report, rows
-from tiers.lane import LaneReader
+from tiers.lane_reader import LaneReader
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.view import StoreReader

@@ -18,7 +18,7 @@ from engine.arena import Arena, Slot
 from engine.capture import Capture, Cursor
 from engine.states import Snapshot
 from tiers.errors import LaneFull, LaneShareFull
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.thinning import kept_points
 
 log = structlog.get_logger()

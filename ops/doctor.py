@@ -30,7 +30,7 @@ from ops.verify import SEALED_BY
 from tiers import keeper_client
 from tiers.errors import TierError
 from tiers.keys import BadKeys, Keyring, Locked
-from tiers.lane import data_offset
+from tiers.lane_format import data_offset
 from tiers.late_keys import count_open, is_unscrubbed
 from tiers.lock import is_held
 from tiers.paths import SHARED_MEMORY, Paths

@@ -20,7 +20,7 @@ from ops.show import Bar, size
 from ops.verify import Pace, check_journals, find_damage, finding_row, print_finding
 from tiers import keeper_client
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneReader
+from tiers.lane_reader import LaneReader
 from tiers.offline import Recovered, offline_drain, open_names, recover, waiting, writer_lock
 from tiers.repair import ASIDE, Recompute, Repaired, damaged_records, keep_aside
 from tiers.salvage import Salvaged, salvage

@@ -15,7 +15,8 @@ import numpy as np
 import structlog
 
 from tiers.errors import TierError
-from tiers.lane import LaneReader, LaneRef, RecordHeader, RecordType
+from tiers.lane_format import RecordHeader, RecordType
+from tiers.lane_reader import LaneReader, LaneRef
 from tiers.layout import BlockId, SequenceId
 from tiers.store import Store
 from tiers.track import Part, Sealed, Track, open_track

@@ -24,7 +24,8 @@ from tiers.clock import SteadyClock
 from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Held, Now, tenant_bytes
 from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
 from tiers.keys import Keyring
-from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType, lane_size, padded
+from tiers.lane_format import RecordHeader, RecordType, lane_size, padded
+from tiers.lane_reader import LaneReader, LaneSet
 from tiers.layout import RootId, SequenceId, block_chain
 from tiers.pages import cached_bytes, drop_cached
 from tiers.paths import Paths

@@ -13,7 +13,8 @@ from pathlib import Path
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
-from tiers.lane import LaneReader, RecordHeader, RecordType
+from tiers.lane_format import RecordHeader, RecordType
+from tiers.lane_reader import LaneReader
 from tiers.lane_seal import LockedRecord
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.values import Progress

@@ -1,160 +1,65 @@
-"""The lane: one engine's log in shared memory. Stage *append* (LaneWriter, engine's step thread) and its readers (keeper, engines).
+"""The lane's writer: one engine's log in shared memory. Stage *append*, the engine's step thread.
 
-A file of one header page, one page of the keeper's, a directory of 128-byte entries and a ring of payloads. One writer,
-many readers, no locks between them: payload first, then the entry, then the entry's commit word (record number + 1),
-so that a reader that sees the word sees the record; each entry and each payload also has a checksum. A reader that finds no
-commit word has found the end of the log. A record is freed when the keeper moves the tail past it.
+One writer, many readers (`tiers/lane_reader.py`), no locks between them: payload first, then the entry, then the entry's commit word
+(record number + 1), so that a reader that sees the word sees the record; each entry and each payload also has a checksum. A record is
+freed when the keeper moves the tail past it. What lies where: `tiers/lane_format.py`; making and locking files: `tiers/lane_files.py`.
 Source: docs/log-format.md
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
-import secrets
-import struct
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy as np
 import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints, media
 from tiers.behind import Behind, Prepare, Publish
-from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
+from tiers.errors import BadRecord, LaneFull, TooLarge
 from tiers.keys import Keyring
-from tiers.lane_seal import LaneOpener, LaneSealer, Shape, Where
+from tiers.lane_files import close_map, lock_writer, make_device_lane, make_lane, usable_lane
+from tiers.lane_format import (
+    COMMIT,
+    DIRECTORY_OFFSET,
+    ENTRY,
+    ENTRY_BYTES,
+    ENTRY_CHECK,
+    ENTRY_MAGIC,
+    ENTRY_VERSION,
+    INCARNATION_WORD,
+    LANE_VERSION,
+    PAGE,
+    POINT_HEAD_BYTES,
+    RESERVED_WORD,
+    SEALED,
+    SEALED_VERSION,
+    TAIL_WORD,
+    OpenPayload,
+    RecordHeader,
+    RecordType,
+    data_offset,
+    encode_open,
+    padded,
+    parse_entry,
+    tokens_bytes,
+)
+from tiers.lane_reader import LaneReader
+from tiers.lane_seal import LaneSealer, Shape, Where
 from tiers.layout import Layout, RootId, SequenceId
-from tiers.lock import is_held
-from tiers.media import Place
-from tiers.pages import populate_read
 from tiers.settings import LaneEncryption, LaneFlush
 from tiers.shares import LaneShares
 
 log = structlog.get_logger()
 
-PAGE = 4096
-LANE_MAGIC = b"CONCLANE"
-LANE_VERSION = 2
-SEALED_VERSION = 3  # of a lane that may hold sealed records, and of their entries
-READABLE_VERSIONS = (1, 2, 3)
-SEALED = 0x8000  # in an entry's type: the payload is sealed
-ENTRY_MAGIC = 0x43455243  # b"CREC"
-ENTRY_VERSION = 2
-ENTRY_BYTES = 128
-DIRECTORY_OFFSET = 2 * PAGE
-ALIGN = 64
-SHARED_BYTES = (
-    512 << 10
-)  # of a frame: from here on copying and summing it takes longer than handing it over to another thread
-DELETED = " (deleted)"  # added to the name of a lane whose file is gone
-OPENED_BYTES = 32 << 20  # of sealed frames that a reader keeps opened
-POINT_HEAD_BYTES = 64  # u32 kind of the point, then zeros; the state comes after it, aligned
-
-# Page 0: magic, version, entry bytes, record count, ring bytes, lane id, then a checksum of those.
-GEOMETRY = struct.Struct("<8sIIQQQ")
-# 8-byte words, by index from the start of the file.
-GEOMETRY_CHECK_WORD = GEOMETRY.size // 8
-LANE_ID_WORD = 4
-INCARNATION_WORD = 16
-RESERVED_WORD = (
-    24  # end of the newest reservation, monotonic bytes: what lies a ring's length below it may be overwritten
-)
-TAIL_WORD = PAGE // 8  # the keeper's page: first record that is not freed
-# Entry: magic, version, type, number, epoch, sequence, token_start, token_end, payload offset, payload bytes, payload checksum
-ENTRY = struct.Struct("=IHHQQ16sIIQQQ")
-ENTRY_CHECK = ENTRY.size // 8  # word: checksum of the entry's bytes before it
-COMMIT = ENTRY_BYTES // 8 - 1  # word: record number + 1, last written
-_entry_view = np.dtype([("body", "V120"), ("commit", "<u8")])
-
-
-class RecordType(IntEnum):
-    BAD = 0  # committed, but its entry is flipped: nothing in it can be trusted; never written
-    OPEN = 1
-    ROWS = 2
-    CLOSE = 3
-    POINT = 4
-
-
-class PointKind(IntEnum):
-    """Why a rollback point was taken."""
-
-    CHUNK = 1  # end of a prefill chunk
-    MESSAGE = 2  # message boundary
-    PROMPT_TAIL = 3  # before the last tokens of a prompt
-    TIP = 4
-    ANSWER_TAIL = 5  # before the last tokens of an answer
-
-
-class RecordHeader(NamedTuple):
-    """A committed entry. payload_offset is monotonic; its place in the ring is payload_offset % lane_bytes."""
-
-    number: int
-    type: int
-    epoch: int
-    sequence: SequenceId
-    token_start: int
-    token_end: int
-    payload_offset: int
-    payload_bytes: int
-    checksum: int
-    sealed: bool = False
-
-    @property
-    def where(self) -> Where:
-        """What a sealed payload is bound to."""
-        return Where(self.type, self.epoch, self.sequence, self.token_start, self.token_end)
-
-    @property
-    def token_count(self) -> int:
-        return self.token_end - self.token_start
-
-
-class OpenPayload(msgspec.Struct, frozen=True):
-    """Payload of an OPEN record, msgpack: everything that later records of the sequence lean on.
-
-    layout       [planes, row_bytes, window] a group; version 1 had no window
-    tokens       int32 little-endian of [0, token_start); token_start is a multiple of block_tokens
-    state_bytes  of one rollback point; 0 in version 1
-    """
-
-    root: bytes
-    layout: list[tuple[int, ...]]
-    block_tokens: int
-    namespace: str
-    session: str
-    stream: str
-    token_start: int
-    tokens: bytes
-    state_bytes: int = 0
-
-
-_encode_open = msgspec.msgpack.Encoder().encode
-_decode_open = msgspec.msgpack.Decoder(OpenPayload).decode
-
-
-def padded(size: int) -> int:
-    """`size` rounded up to a multiple of 64."""
-    return (size + ALIGN - 1) & -ALIGN
-
-
-def tokens_bytes(token_count: int) -> int:
-    """Bytes of the token part of a ROWS payload: what stands before its frame."""
-    return padded(4 * token_count)
-
-
-# ---------------------------------------------------------------- write
-
+# Of a frame: from here on copying and summing it takes longer than handing it over to another thread.
+SHARED_BYTES = 512 << 10
 
 Fill = Callable[[np.ndarray], object]  # copies rows into a frame
 
@@ -331,11 +236,11 @@ class LaneWriter:
         keys = Keyring.from_environment() if keys is None else keys
         sealer = LaneSealer(keys) if keys and (encryption == "always" or device or not media.in_memory(path)) else None
         version = SEALED_VERSION if sealer is not None else LANE_VERSION
-        lane_id = _usable_lane(path, lane_bytes, record_count, version, busy_s)
+        lane_id = usable_lane(path, lane_bytes, record_count, version, busy_s)
         if lane_id is None:
-            make = _make_device_lane if device else _make_lane
+            make = make_device_lane if device else make_lane
             lane_id = make(path, lane_bytes, record_count, version, device)
-        file = _lock_writer(path, busy_s)
+        file = lock_writer(path, busy_s)
         lane = cls(path, file, (record_count, lane_bytes, lane_id), incarnation, flush, shares, sealer)
         lane._charge_waiting()
         log.info(
@@ -536,7 +441,7 @@ class LaneWriter:
         said = OpenPayload(
             root, layout.entries, block_tokens, namespace, session, stream, token_start, tokens, layout.state_bytes
         )
-        body = _encode_open(said)
+        body = encode_open(said)
         if self._is_sealed(namespace):
             assert self.sealer is not None
             name, where = namespace.encode(), Where(RecordType.OPEN, epoch, sequence, token_start, token_start)
@@ -701,425 +606,4 @@ class LaneWriter:
             os.close(self._file)
             self._words.release()
             del self._ring
-            _close_map(self._map, self._memory)
-
-
-def data_offset(record_count: int) -> int:
-    """Where the ring starts in the file."""
-    return DIRECTORY_OFFSET + ((record_count * ENTRY_BYTES + PAGE - 1) & -PAGE)
-
-
-def parse_entry(raw: bytes, number: int, lane_bytes: int = 1 << 62) -> RecordHeader:
-    """The header in the committed entry of record `number`; type BAD if the entry is torn or flipped, or says what can't be."""
-    magic, version, kind, found, epoch, sequence, start, end, offset, size, checksum = ENTRY.unpack_from(raw)
-    sealed, kind = bool(kind & SEALED), kind & ~SEALED
-    whole = xxh3_64_intdigest(raw[: ENTRY.size]) == int.from_bytes(raw[ENTRY.size : ENTRY.size + 8], "little")
-    if (
-        not whole
-        or magic != ENTRY_MAGIC
-        or version not in READABLE_VERSIONS
-        or found != number
-        or sealed != (version == SEALED_VERSION)
-    ):
-        possible = False
-    else:
-        # A right checksum over wrong numbers was written by a bug or by somebody else; a reader must not walk off with them.
-        possible = (
-            start <= end and size <= lane_bytes and (kind != RecordType.ROWS or tokens_bytes(end - start) <= size)
-        )
-    if not possible:
-        return RecordHeader(number, RecordType.BAD, 0, SequenceId(bytes(16)), 0, 0, 0, 0, 0)
-    return RecordHeader(number, kind, epoch, SequenceId(sequence), start, end, offset, size, checksum, sealed)
-
-
-def _read_geometry(place: Place) -> tuple[int, int, int, int] | None:
-    """(record count, ring bytes, lane id, version) of the lane at `place`; None if there is no lane that can be read."""
-    geometry = _parse_geometry(place.head(PAGE))
-    if geometry is None:
-        return None
-    size = data_offset(geometry[0]) + geometry[1]
-    return geometry if (size <= place.size if place.is_device else size == place.size) else None
-
-
-def _parse_geometry(raw: bytes) -> tuple[int, int, int, int] | None:
-    if len(raw) < GEOMETRY.size + 8:
-        return None
-    magic, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
-    check = int.from_bytes(raw[GEOMETRY.size : GEOMETRY.size + 8], "little")
-    whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == check
-    if magic != LANE_MAGIC or version not in READABLE_VERSIONS or entry_bytes != ENTRY_BYTES or not whole:
-        return None
-    return record_count, lane_bytes, lane_id, version
-
-
-def lane_size(head: bytes) -> int:
-    """Bytes of the lane whose header page is `head`; 0 if it isn't one."""
-    geometry = _parse_geometry(head)
-    return data_offset(geometry[0]) + geometry[1] if geometry else 0
-
-
-def _usable_lane(path: Path, lane_bytes: int, record_count: int, version: int, busy_s: float) -> int | None:
-    """Id of the existing lane if it can be continued, after setting aside one that can't."""
-    if not path.exists():
-        return None
-    try:
-        geometry = _read_geometry(media.place_of(path))
-    except (OtherFormat, FileNotFoundError):
-        geometry = None
-    if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == version:
-        return geometry[2]
-    os.close(_lock_writer(path, busy_s))
-    if geometry is None:
-        log.warning("lane.discarded", lane=path.stem, reason="not a lane of this version")
-        media.remove(path)
-        return None
-    aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")
-    path.rename(aside)
-    log.info("lane.set_aside", lane=path.stem, aside=aside.name, reason="other geometry or version")
-    return None
-
-
-def _geometry_bytes(record_count: int, lane_bytes: int, lane_id: int, version: int) -> bytes:
-    header = GEOMETRY.pack(LANE_MAGIC, version, ENTRY_BYTES, record_count, lane_bytes, lane_id)
-    return header + xxh3_64_intdigest(header).to_bytes(8, "little")
-
-
-def _make_lane(path: Path, lane_bytes: int, record_count: int, version: int, device: str = "") -> int:
-    """Allocate and prefault a new lane; it gets its name only when whole, so nobody sees half a lane."""
-    draft = path.with_name(path.name + ".new")
-    lane_id = secrets.randbits(63)
-    size = data_offset(record_count) + lane_bytes
-    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS in mid-capture
-        os.pwrite(file, _geometry_bytes(record_count, lane_bytes, lane_id, version), 0)
-        os.rename(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(file)
-    return lane_id
-
-
-def _make_device_lane(path: Path, lane_bytes: int, record_count: int, version: int, device: str) -> int:
-    """A new lane in a free range of a DAX device, and `path` as the link to it. Raises OSError ENOSPC, OtherFormat."""
-    found = media.Device.find(device)
-    lane_id = secrets.randbits(63)
-    start = data_offset(record_count)
-    with media.allocation(path.parent):
-        place = found.free_place(start + lane_bytes, lane_size)
-        if place is None:
-            raise OSError(errno.ENOSPC, f"no free range of {start + lane_bytes} bytes on the device", device)
-        with place.map_head(start, writable=True) as head:
-            head[:start] = bytes(start)  # whatever lay here before: no record of it may look committed
-            head[media.OWNER_OFFSET : media.OWNER_OFFSET + media.OWNER_BYTES] = media.owner_of(path.parent)
-            header = _geometry_bytes(record_count, lane_bytes, lane_id, version)
-            head[: len(header)] = header
-        media.write_link(path, place)
-    return lane_id
-
-
-def _lock_writer(path: Path, busy_s: float) -> int:
-    """Open `path` and hold it as its writer. A killed writer's lock goes late, after the kernel has freed its memory: so wait a little."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    deadline = time.monotonic() + busy_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(file)
-                raise LaneBusy("another process writes this lane", where=str(path)) from None
-            time.sleep(0.01)
-
-
-def _close_map(map_: mmap.mmap, memory: memoryview) -> None:
-    try:
-        memory.release()
-        map_.close()
-    except BufferError:
-        pass  # views are still out; the mapping goes with the last of them
-
-
-# ---------------------------------------------------------------- read
-
-
-class LaneReader:
-    """One lane, read without locks while its writer writes. Not thread-safe; open one a thread.
-
-    With `writable_tail` (the keeper only) the page with the tail word is mapped for writing, and nothing else.
-    """
-
-    def __init__(
-        self, path: Path, inode: int, place: Place, geometry: tuple[int, int, int, int], writable_tail: bool,
-        keys: Keyring | None = None,
-    ) -> None:  # fmt: skip
-        self.path = path
-        self._keys = keys
-        self._opener: LaneOpener | None = None
-        # One record may be part of many blocks, which the drain's two threads join.
-        self._opened: dict[int, tuple[RecordHeader, np.ndarray]] = {}
-        self._opened_lock = threading.Lock()
-        self.record_count, self.lane_bytes, self.lane_id, self.version = geometry
-        self.inode = inode  # not used again for another file while this one is held open
-        self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.closed = False
-        self._map = place.map(writable=False)
-        self._memory = memoryview(self._map)
-        self._words = self._memory.cast("Q")
-        self._entries = np.frombuffer(self._memory, _entry_view, self.record_count, DIRECTORY_OFFSET)
-        self._commits = self._entries["commit"]
-        self._ring = np.frombuffer(self._memory, np.uint8, self.lane_bytes, data_offset(self.record_count))
-        self._tail_map = _map_tail(place) if writable_tail else None
-        self._tail_memory = memoryview(self._tail_map).cast("Q") if self._tail_map is not None else None
-
-    @classmethod
-    def open(
-        cls, path: str | os.PathLike[str], *, writable_tail: bool = False, keys: Keyring | None = None
-    ) -> LaneReader:
-        """Map the lane at `path`. keys: to open sealed records with, default this process's. Raises OtherFormat, FileNotFoundError."""
-        path = Path(path)
-        inode = os.stat(path).st_ino
-        place = media.place_of(path)
-        geometry = _read_geometry(place)
-        if geometry is None:
-            raise OtherFormat("not a lane of this version", where=str(path))
-        reader = cls(path, inode, place, geometry, writable_tail, keys)
-        if os.stat(path).st_ino != inode:  # replaced in between
-            reader.close()
-            raise FileNotFoundError(errno.ENOENT, "the lane was replaced while it was opened; open it again", str(path))
-        return reader
-
-    @property
-    def name(self) -> str:
-        """Name of the lane: the engine's."""
-        return self.path.stem
-
-    @property
-    def tail(self) -> int:
-        """First record that is not freed."""
-        return self._words[TAIL_WORD]
-
-    @property
-    def incarnation(self) -> int:
-        """Which start of the engine wrote last."""
-        return self._words[INCARNATION_WORD]
-
-    def head(self, from_number: int | None = None) -> int:
-        """Number after the last committed record, searched from `from_number` (the tail if None)."""
-        number = self.tail if from_number is None else from_number
-        count, step = self.record_count, 256
-        while True:
-            expected = np.arange(number, number + min(step, count), dtype=np.uint64)
-            found = self._commits[(expected % np.uint64(count)).astype(np.intp)] == expected + np.uint64(1)
-            run = int(found.argmin()) if not found.all() else len(found)
-            number += run
-            if run < len(found):
-                return number
-            step *= 2
-
-    def records(self, from_number: int, limit: int = 1 << 30) -> list[RecordHeader]:
-        """Headers of the committed records from `from_number` on, at most `limit`; type BAD where an entry is flipped."""
-        return [self._header(n) for n in range(from_number, min(self.head(from_number), from_number + limit))]
-
-    def _header(self, number: int) -> RecordHeader:
-        at = DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
-        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number, self.lane_bytes)
-
-    def used_share(self, start: int, end: int) -> float:
-        """The larger of the shares of directory and ring that the records [start, end) take up."""
-        if start >= end:
-            return 0.0
-        first, last = self._header(start), self._header(end - 1)
-        size = last.payload_offset + last.payload_bytes - first.payload_offset
-        return max((end - start) / self.record_count, min(size, self.lane_bytes) / self.lane_bytes)
-
-    def is_finished(self) -> bool:
-        """Whether the file's name is gone and nothing is left to do for it. Says so once if there is."""
-        if not is_held(self._held) and self.head() == self.tail:  # in this order: a writer may append until it lets go
-            return True
-        if not self.path.stem.endswith(DELETED):
-            hint = "the keeper drains it as long as both live; restart the engine to have a lane with a name again"
-            log.error("lane.deleted", lane=self.path.stem, hint=hint)
-            self.path = self.path.with_name(f"{self.path.stem}{DELETED}.lane")
-        return False
-
-    def intact(self, header: RecordHeader) -> bool:
-        """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
-        words = self._words  # the id is another one when a device's range has been given to another lane
-        return header.payload_offset + self.lane_bytes >= words[RESERVED_WORD] and words[LANE_ID_WORD] == self.lane_id
-
-    def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
-        """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.
-
-        Raises BadRecord if it was overwritten meanwhile or, with `verify`, if its checksum is wrong.
-        """
-        place = header.payload_offset % self.lane_bytes
-        view = self._ring[place : place + header.payload_bytes]
-        if view.size != header.payload_bytes or not self.intact(header):
-            raise BadRecord("a record was overwritten", where=self._where(header))
-        if verify:
-            if header.payload_bytes >= 1 << 16:
-                populate_read(view)
-            if xxh3_64_intdigest(view.data) != header.checksum:
-                raise BadRecord("a record's checksum is wrong", where=self._where(header))
-        return view
-
-    @property
-    def opener(self) -> LaneOpener:
-        """What opens sealed records."""
-        if self._opener is None:
-            self._opener = LaneOpener(Keyring.from_environment() if self._keys is None else self._keys)
-        return self._opener
-
-    def _small(self, header: RecordHeader, small_bytes: int | None) -> bytes:
-        payload = self.payload(header, verify=False)
-        return self.opener.small(payload, header.where, small_bytes, self._where(header))
-
-    def _large(self, header: RecordHeader, small_bytes: int) -> np.ndarray:
-        with self._opened_lock:
-            held = self._opened.get(header.number)
-        if held is not None and held[0] == header:
-            return held[1]
-        payload = self.payload(header, verify=False)
-        opened = self.opener.large(payload, header.where, small_bytes, self._where(header))
-        opened.flags.writeable = False
-        with self._opened_lock:
-            self._opened[header.number] = header, opened
-            while len(self._opened) > 1 and sum(part.nbytes for _, part in self._opened.values()) > OPENED_BYTES:
-                del self._opened[next(iter(self._opened))]
-        return opened
-
-    def tokens(self, header: RecordHeader) -> bytes:
-        """Token ids of a ROWS record, int32 little-endian. Not verified: the checksum covers them when the frame is read.
-
-        Raises BadRecord if they are sealed, and were changed or can't be opened
-        """
-        if header.sealed:
-            return self._small(header, 4 * header.token_count)
-        place = header.payload_offset % self.lane_bytes
-        return self._ring[place : place + 4 * header.token_count].tobytes()
-
-    def open_payload(self, header: RecordHeader) -> OpenPayload:
-        """What an OPEN record says. Raises BadRecord."""
-        payload = self._small(header, None) if header.sealed else self.payload(header).data
-        try:
-            return _decode_open(payload)
-        except msgspec.MsgspecError as error:
-            raise BadRecord("an OPEN record can't be read", where=self._where(header), cause=str(error)) from error
-
-    def frame(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
-        """The frame of a ROWS record. As `payload`; a sealed one's is opened into memory of its own, and always verified."""
-        if header.sealed:
-            return self._large(header, 4 * header.token_count)
-        return self.payload(header, verify=verify)[tokens_bytes(header.token_count) :]
-
-    def state(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
-        """The state bytes of a POINT record. As `frame`."""
-        if header.sealed:
-            return self._large(header, 4)
-        return self.payload(header, verify=verify)[POINT_HEAD_BYTES:]
-
-    def point_kind(self, header: RecordHeader) -> int:
-        """The PointKind of a POINT record. As `tokens`."""
-        if header.sealed:
-            return int.from_bytes(self._small(header, 4), "little")
-        place = header.payload_offset % self.lane_bytes
-        return int.from_bytes(self._ring[place : place + 4].tobytes(), "little")
-
-    def _where(self, header: RecordHeader) -> str:
-        span = f"[{header.token_start}, {header.token_end})"
-        return f"{self.path.name} record {header.number}, sequence {header.sequence.hex()}, tokens {span}"
-
-    def advance_tail(self, number: int) -> None:
-        """Free all records before `number`. The keeper only, after they are in the store."""
-        assert self._tail_memory is not None, "opened without writable_tail"
-        assert number >= self.tail, "a tail only moves on"
-        self._tail_memory[TAIL_WORD if len(self._tail_memory) > TAIL_WORD else 0] = number
-
-    def close(self) -> None:
-        """Unmap, as soon as the last view is dropped."""
-        self.closed = True
-        os.close(self._held)
-        self._words.release()
-        del self._entries, self._commits, self._ring
-        if self._tail_map is not None and self._tail_memory is not None:
-            _close_map(self._tail_map, self._tail_memory)
-        _close_map(self._map, self._memory)
-
-
-def _map_tail(place: Place) -> mmap.mmap:
-    """The page with the tail word, for writing. Of a device no page can be mapped by itself: its first pages then."""
-    if place.is_device:
-        return place.map_head(2 * PAGE, writable=True)
-    tail = Place(place.path, place.offset + PAGE, PAGE)
-    return tail.map(writable=True)
-
-
-class LaneRef(NamedTuple):
-    """Where a frame is: a record of a lane."""
-
-    lane: LaneReader
-    header: RecordHeader
-
-
-class LaneSet:
-    """Readers of all lanes in a directory, which may be empty at first; lanes of dead engines included.
-
-    A file that was replaced is a new lane; the old one stays until `scan` finds its file gone. For the keeper (`writable_tail`) it
-    stays until it is drained and has no writer any more: somebody deleted the file of a lane that is in use.
-    """
-
-    def __init__(
-        self, lane_dir: str | os.PathLike[str], *, writable_tail: bool = False, keys: Keyring | None = None
-    ) -> None:
-        self.keys = Keyring.from_environment() if keys is None else keys
-        self._lane_dir = Path(lane_dir)
-        self._writable_tail = writable_tail
-        self._readers: dict[int, LaneReader] = {}
-        self._refused: set[Path] = set()
-
-    def scan(self) -> list[LaneReader]:
-        """Look at the directory and return the readers of the lanes that are there now, by name."""
-        found: dict[int, Path] = {}
-        try:
-            with os.scandir(self._lane_dir) as entries:
-                for entry in entries:
-                    if entry.name.endswith(".lane"):
-                        found[entry.inode()] = Path(entry.path)
-        except FileNotFoundError:
-            pass
-        for inode in self._readers.keys() - found.keys():
-            if not self._writable_tail or self._readers[inode].is_finished():
-                self._readers.pop(inode).close()
-        for inode, path in found.items():
-            reader = self._readers.get(inode)
-            if reader is not None:
-                reader.path = path  # it may have been set aside under another name
-            else:
-                self._add(path)
-        return sorted(self._readers.values(), key=lambda reader: reader.name)
-
-    def _add(self, path: Path) -> None:
-        try:
-            reader = LaneReader.open(path, writable_tail=self._writable_tail, keys=self.keys)
-        except FileNotFoundError:
-            return
-        except OtherFormat as error:
-            if path not in self._refused:
-                log.warning("lane.refused", lane=path.stem, error=str(error))
-            self._refused.add(path)
-            return
-        self._refused.discard(path)
-        self._readers[reader.inode] = reader
-
-    def __iter__(self) -> Iterator[LaneReader]:
-        return iter(list(self._readers.values()))
-
-    def close(self) -> None:
-        """Close all readers."""
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+            close_map(self._map, self._memory)

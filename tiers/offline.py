@@ -14,7 +14,8 @@ from pathlib import Path
 from tiers.drain import Drain
 from tiers.errors import BadRecord, StoreBusy
 from tiers.keys import BadKeys
-from tiers.lane import LaneReader, LaneSet, RecordHeader, RecordType
+from tiers.lane_format import RecordHeader, RecordType
+from tiers.lane_reader import LaneReader, LaneSet
 from tiers.lane_seal import LockedRecord
 from tiers.lock import is_held
 from tiers.paths import Paths

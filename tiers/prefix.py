@@ -18,7 +18,8 @@ import structlog
 
 from tiers.errors import BadBlock, BadRecord, OtherFormat, StoreFailed
 from tiers.keys import Keyring
-from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
+from tiers.lane_format import RecordHeader, RecordType
+from tiers.lane_reader import LaneReader, LaneRef, LaneSet
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import ReadAhead
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track

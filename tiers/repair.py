@@ -19,7 +19,8 @@ from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.group import Group
 from tiers.keys import Locked
-from tiers.lane import DIRECTORY_OFFSET, ENTRY_BYTES, LaneReader, RecordHeader, RecordType
+from tiers.lane_format import DIRECTORY_OFFSET, ENTRY_BYTES, RecordHeader, RecordType
+from tiers.lane_reader import LaneReader
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.values import READERS, Progress
 from tiers.verify import stored_parents, whole_bases

@@ -20,7 +20,8 @@ from tiers.base import session_key
 from tiers.clock import SteadyClock
 from tiers.errors import BadBlock, BadRecord, StaleEpoch
 from tiers.group import Group
-from tiers.lane import LaneReader, LaneRef, LaneSet, RecordHeader, RecordType
+from tiers.lane_format import RecordHeader, RecordType
+from tiers.lane_reader import LaneReader, LaneRef, LaneSet
 from tiers.layout import RootId, SequenceId, block_chain, chain_root
 from tiers.track import Part, Sealed, Track, open_track
 from tiers.values import RootInfo, StreamOwner, stream_key

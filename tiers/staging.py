@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from tiers.errors import LaneFull, TooLarge
-from tiers.lane import ALIGN, LaneWriter, PointKind
+from tiers.lane import LaneWriter
+from tiers.lane_format import ALIGN, PointKind
 from tiers.layout import Layout, RootId, SequenceId
 from tiers.shares import LaneShares
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiers.lane import OpenPayload
+from tiers.lane_format import OpenPayload
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, block_chain, block_id, point_id
 
 PASSED_BLOCKS = 256  # a POINT record comes right after its rows, which may lie some blocks back in one record

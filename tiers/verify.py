@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 from tiers.base import Base, SessionKey
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
-from tiers.lane import LaneSet, RecordType
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneSet
 from tiers.lane_seal import LockedRecord
 from tiers.late_keys import count_open
 from tiers.layout import BlockId, PointId, SequenceId

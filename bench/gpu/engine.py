@@ -32,7 +32,9 @@ from engine.capture.device_rows import build
 from engine.decode_graph import DecodeGraphs, graphs_for
 from engine.model import Model, load
 from engine.settings import EngineSettings
-from tiers.lane import LaneReader, LaneWriter, RecordType
+from tiers.lane import LaneWriter
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneReader
 
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (1024, 32768)

@@ -23,7 +23,7 @@ from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, WINDOWED, write_model
 from tiers.compaction import Compaction
 from tiers.drain import Drain
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.values import decode_point

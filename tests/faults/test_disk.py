@@ -14,8 +14,7 @@ from tests.faults.layer import Layer
 from tests.faults.processes import PATIENCE_S, Processes, stats, wait_for
 from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
 from tiers import drain as drain_file
-from tiers import failpoints, keeper_client
-from tiers import lane as lane_file
+from tiers import failpoints, keeper_client, lane_reader
 from tiers.drain import Drain
 from tiers.errors import StoreFailed
 from tiers.verify import verify
@@ -244,7 +243,7 @@ def test_deleted_lane_whose_writer_ends_while_the_keeper_looks_is_drained_to_its
         lane.close()
         return False
 
-    monkeypatch.setattr(lane_file, "is_held", last_words)
+    monkeypatch.setattr(lane_reader, "is_held", last_words)
     drain.step()
     drain.flush(sync=True)
     drain.close()

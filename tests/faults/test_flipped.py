@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, rows, sequence, some_tokens, state
-from tiers import lane as lane_file
+from tiers import lane_format
 from tiers.compaction import Compaction
 from tiers.drain import Drain
 from tiers.errors import BadBlock, BadRecord, Lost, OtherFormat, StoreFailed, TierError
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneReader, PointKind, RecordType, data_offset
+from tiers.lane_format import PointKind, RecordType, data_offset
+from tiers.lane_reader import LaneReader
 from tiers.layout import block_chain
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
@@ -71,11 +72,11 @@ def good_lane(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def interesting_bytes(good: bytes) -> list[int]:
     """Header page, tail, every byte of the entries that are used, every byte of the payloads; the rest of the ring is nobody's."""
-    used = 7 * lane_file.ENTRY_BYTES
+    used = 7 * lane_format.ENTRY_BYTES
     payloads = max(at for at, byte in enumerate(good) if byte) + 1
     return [
         *range(0, 256), *range(4096, 4104),
-        *range(lane_file.DIRECTORY_OFFSET, lane_file.DIRECTORY_OFFSET + used),
+        *range(lane_format.DIRECTORY_OFFSET, lane_format.DIRECTORY_OFFSET + used),
         *range(data_offset(64), payloads),
     ]  # fmt: skip
 
@@ -156,13 +157,13 @@ def test_fuzzed_lanes_never_crash_a_reader(
     image = bytearray(good_lane)
     for _ in range(data.draw(st.integers(1, 6))):
         number = data.draw(st.integers(0, 6))
-        at = lane_file.DIRECTORY_OFFSET + number * lane_file.ENTRY_BYTES
+        at = lane_format.DIRECTORY_OFFSET + number * lane_format.ENTRY_BYTES
         field, size = data.draw(st.sampled_from(FIELDS))
         image[at + field : at + field + size] = data.draw(st.binary(min_size=size, max_size=size))
         if data.draw(st.booleans()):
-            body = bytes(image[at : at + lane_file.ENTRY.size])
-            check = lane_file.xxh3_64_intdigest(body).to_bytes(8, "little")
-            image[at + lane_file.ENTRY.size : at + lane_file.ENTRY.size + 8] = check
+            body = bytes(image[at : at + lane_format.ENTRY.size])
+            check = lane_format.xxh3_64_intdigest(body).to_bytes(8, "little")
+            image[at + lane_format.ENTRY.size : at + lane_format.ENTRY.size + 8] = check
     directory = tmp_path_factory.getbasetemp() / "fuzz"
     directory.mkdir(exist_ok=True)
     path = directory / "e0.lane"

@@ -17,7 +17,7 @@ from tiers import failpoints
 from tiers.drain import Drain
 from tiers.errors import KeeperAway
 from tiers.keeper_client import drain as ask_drain
-from tiers.lane import LaneSet
+from tiers.lane_reader import LaneSet
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings

@@ -15,7 +15,8 @@ import pytest
 
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, some_tokens
-from tiers.lane import LaneReader, data_offset
+from tiers.lane_format import data_offset
+from tiers.lane_reader import LaneReader
 from tiers.offline import keeper_lock
 from tiers.repair import ASIDE
 

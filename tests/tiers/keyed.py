@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.tiers.sample import BLOCK, ROOT, World, append_point, rows, sequence, some_tokens, state
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.layout import Layout
 
 TOKENS = some_tokens(5 * BLOCK + 3)

@@ -13,7 +13,8 @@ from tiers import failpoints
 from tiers.ahead import Ahead
 from tiers.drain import Drain
 from tiers.errors import StoreFailed
-from tiers.lane import LaneReader, data_offset
+from tiers.lane_format import data_offset
+from tiers.lane_reader import LaneReader
 from tiers.track import Sealed
 
 TOKENS = some_tokens(30 * BLOCK + 3)

@@ -18,7 +18,9 @@ from tiers import failpoints
 from tiers import lane as lane_file
 from tiers.behind import LINE_LIMIT, Behind
 from tiers.errors import LaneFull
-from tiers.lane import LaneReader, LaneWriter, RecordType
+from tiers.lane import LaneWriter
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneReader
 
 LARGE = 300  # tokens: 16,800 bytes of rows
 

@@ -36,7 +36,8 @@ from tiers.drain import Drain
 from tiers.errors import BadBlock, OverBudget, TierError
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneWriter, PointKind
+from tiers.lane import LaneWriter
+from tiers.lane_format import PointKind
 from tiers.layout import Layout
 from tiers.pages import cached_bytes, drop_cached
 from tiers.prefix import PrefixFinder

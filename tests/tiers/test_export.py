@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, sequence, some_tokens, state
 from tiers import export
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.layout import ALL_GROUPS, block_chain, point_id
 from tiers.offline import offline_drain
 from tiers.paths import Paths

@@ -10,7 +10,9 @@ import pytest
 
 from tests.tiers.golden.__main__ import GOLDEN, TOKENS
 from tests.tiers.sample import BLOCK, ROOT, World, read_all, rows, sequence, state
-from tiers.lane import LaneReader, LaneWriter, PointKind, RecordType
+from tiers.lane import LaneWriter
+from tiers.lane_format import PointKind, RecordType
+from tiers.lane_reader import LaneReader
 from tiers.layout import Layout, chain_root
 from tiers.store import Store
 from tiers.verify import verify

@@ -26,7 +26,8 @@ from tiers.group import Group
 from tiers.keeper import Keeper
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneReader, data_offset
+from tiers.lane_format import data_offset
+from tiers.lane_reader import LaneReader
 from tiers.lock import is_held
 from tiers.store import Store
 

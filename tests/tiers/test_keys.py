@@ -40,7 +40,7 @@ from tiers.errors import BadBlock
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE, SEALED_BYTES, BadKeys, Keyring, Locked
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.layout import Layout
 from tiers.shrink import Shrink
 from tiers.store import Store

@@ -13,13 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, rows, sequence, some_tokens
-from tiers import lane as lane_file
+from tiers import lane_format
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
-from tiers.lane import ENTRY_BYTES, LaneReader, LaneSet, LaneWriter, RecordType, data_offset
+from tiers.lane import LaneWriter
+from tiers.lane_format import ENTRY_BYTES, RecordType, data_offset
+from tiers.lane_reader import LaneReader, LaneSet
 
 
 def entry_at(number: int, record_count: int = 64) -> int:
-    return lane_file.DIRECTORY_OFFSET + (number % record_count) * ENTRY_BYTES
+    return lane_format.DIRECTORY_OFFSET + (number % record_count) * ENTRY_BYTES
 
 
 def test_record_comes_back_as_appended(world: World) -> None:

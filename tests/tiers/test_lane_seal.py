@@ -38,7 +38,8 @@ from tests.tiers.test_golden import put_lane
 from tiers.drain import Drain
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import KEYS_VARIABLE, BadKeys, Keyring
-from tiers.lane import LaneReader, PointKind, RecordType, data_offset
+from tiers.lane_format import PointKind, RecordType, data_offset
+from tiers.lane_reader import LaneReader
 from tiers.lane_seal import HEAD, LaneOpener, LaneSealer, LockedRecord, Shape, Where
 from tiers.offline import recover
 from tiers.paths import Paths

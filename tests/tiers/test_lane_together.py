@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, rows, sequence, some_tokens
-from tiers.lane import LaneReader, LaneWriter
+from tiers.lane import LaneWriter
+from tiers.lane_reader import LaneReader
 from tiers.shares import LaneShares
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, rows, sequence, some_tokens
-from tiers import lane as lane_file
-from tiers import media
+from tiers import lane_format, media
 from tiers.errors import OtherFormat
-from tiers.lane import LaneReader, LaneSet, LaneWriter, lane_size
+from tiers.lane import LaneWriter
+from tiers.lane_format import lane_size
+from tiers.lane_reader import LaneReader, LaneSet
 from tiers.media import Device, Place
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
@@ -99,7 +100,8 @@ def test_every_way_to_flush_leaves_the_same_bytes(medium_world: tuple[World, str
 FOLLOWER = """
 import sys
 from tests.tiers.sample import rows, some_tokens, BLOCK
-from tiers.lane import LaneReader, RecordType
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneReader
 import numpy as np
 tokens = some_tokens(400)
 reader = LaneReader.open(sys.argv[1])
@@ -254,17 +256,17 @@ def test_records_on_a_device_are_flushed_through_libpmem_payload_before_commit_w
 ) -> None:
     lane = open_lane(world, str(device.path))
     calls: list[tuple[int, int]] = []
-    entry = lane_file.DIRECTORY_OFFSET
+    entry = lane_format.DIRECTORY_OFFSET
     committed: list[int] = []
 
     def persist(start: int, size: int) -> None:
         calls.append((start, size))
-        committed.append(lane._words[(entry >> 3) + lane_file.COMMIT])
+        committed.append(lane._words[(entry >> 3) + lane_format.COMMIT])
 
     lane._flush = persist
     reservation = lane.reserve_rows(LAYOUT, 2)
     reservation.commit(sequence("a"), 1, 0, TOKENS[:2])
-    data = lane_file.data_offset(64)
+    data = lane_format.data_offset(64)
     assert calls == [(data, 64 + LAYOUT.frame_bytes(2)), (entry, 128)] and committed == [0, 1]
 
 

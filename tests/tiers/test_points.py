@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, flip, sequence, some_tokens, state
 from tiers.errors import BadBlock
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneReader, LaneWriter, PointKind, data_offset
+from tiers.lane import LaneWriter
+from tiers.lane_format import PointKind, data_offset
+from tiers.lane_reader import LaneReader
 from tiers.layout import Layout
 from tiers.prefix import PointRef
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
 from tiers.errors import BadBlock
-from tiers.lane import LaneReader, data_offset
+from tiers.lane_format import data_offset
+from tiers.lane_reader import LaneReader
 from tiers.layout import RootId, block_chain
 from tiers.prefix import PrefixFinder
 from tiers.view import StoreReader

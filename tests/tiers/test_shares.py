@@ -10,7 +10,8 @@ import pytest
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, rows, sequence, some_tokens
 from tiers.errors import LaneFull, LaneShareFull
 from tiers.keeper_operations import Operations
-from tiers.lane import LaneReader, LaneWriter
+from tiers.lane import LaneWriter
+from tiers.lane_reader import LaneReader
 from tiers.settings import TenantLimits, TierSettings
 from tiers.shares import LaneShares
 

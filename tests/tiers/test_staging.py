@@ -8,7 +8,8 @@ import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, rows, sequence, some_tokens
 from tiers.errors import LaneFull, TooLarge
-from tiers.lane import LaneReader, PointKind, RecordType
+from tiers.lane_format import PointKind, RecordType
+from tiers.lane_reader import LaneReader
 from tiers.staging import StagingRing
 
 TOKENS = some_tokens(5 * BLOCK + 3)

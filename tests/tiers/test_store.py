@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, rows, sequence, some_tokens
 from tiers import store as store_file
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
-from tiers.lane import OpenPayload
+from tiers.lane_format import OpenPayload
 from tiers.layout import BlockId, block_chain, block_id
 from tiers.store import Store
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track

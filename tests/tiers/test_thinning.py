@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.thinning import MESSAGE, RATIO, kept_points
 
 ENTRIES = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 5)), max_size=120)

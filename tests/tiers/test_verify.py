@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.sample import BLOCK, World, append_rows, flip, rows, sequence, some_tokens
-from tiers.lane import LaneReader, data_offset
+from tiers.lane_format import data_offset
+from tiers.lane_reader import LaneReader
 from tiers.layout import block_chain
 from tiers.store import Store
 from tiers.verify import Affected, Checked, Finding, verify

@@ -17,7 +17,9 @@ from engine.capture.errors import CaptureError
 from engine.capture.launch import ExecutorLaunch
 from tests.engine.capture.conftest import Place
 from tests.engine.capture.shim_driver import ShimDriver
-from tiers.lane import LaneReader, LaneWriter, RecordType
+from tiers.lane import LaneWriter
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneReader
 from tiers.layout import RootId
 
 ROOT = RootId(bytes(16))

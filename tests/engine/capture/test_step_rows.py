@@ -12,7 +12,8 @@ from engine.capture.device_rows import DeviceRows, build
 from tests.engine.capture.shim_driver import ShimDriver
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import write_model
-from tiers.lane import LaneReader, RecordType
+from tiers.lane_format import RecordType
+from tiers.lane_reader import LaneReader
 from tiers.paths import Paths
 
 pytestmark = pytest.mark.process

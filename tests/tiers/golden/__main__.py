@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, SETTINGS, World, append_point, append_rows, sequence, some_tokens
 from tiers.keys import KEYS_VARIABLE
-from tiers.lane import PointKind
+from tiers.lane_format import PointKind
 from tiers.paths import Paths
 
 TOKENS = some_tokens(5 * BLOCK + 3)
