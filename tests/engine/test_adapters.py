@@ -28,6 +28,7 @@ def weights() -> None:
 
 def make_adapter(model_dir: Path, directory: Path, seed: int, **options: Any) -> str:
     """A LoRA with random weights, strong enough to change greedy answers; returns its digest."""
+    import torch.distributed.tensor  # peft looks into it, and relies on transformers, which an engine keeps from importing it
     from peft import LoraConfig, get_peft_model  # takes seconds: not for those who only collect these tests
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -105,7 +105,7 @@ def sessions_show(system: System, session: str) -> dict[str, Any]:
 @pytest.mark.timeout(280)
 def test_kind_killed_at_every_token(system: System, kind: str) -> None:
     """Case 5. Every kind, text of random weights; one chunk and a bit of prompt, one point within the answer or two."""
-    tokens = 24 if kind in ("window", "linear") else 12
+    tokens = 16 if kind in ("window", "linear") else 12
     body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=tokens)
     want = system.stream(h.COMPLETIONS, body)
     h.assert_whole(want)
