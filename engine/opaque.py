@@ -165,6 +165,7 @@ class OpaqueLog:
         scanned = time.perf_counter()
         count = sum(delta.indices.size for _, delta in changed)
         record = self._record(BASE if rebase else DELTA, changed, note)
+        record_bytes = sum(part.nbytes for part in record)
         if rebase:
             self._replace(record)
         else:
@@ -172,9 +173,10 @@ class OpaqueLog:
             self._append(record)
         self.version += 1
         seconds = time.perf_counter() - scanned
-        return Captured(self.version, count, self.page_count, len(record), scanned - began, seconds)
+        return Captured(self.version, count, self.page_count, record_bytes, scanned - began, seconds)
 
-    def _record(self, kind: int, changed: list[tuple[_Region, Delta]], note: Any) -> bytes:
+    def _record(self, kind: int, changed: list[tuple[_Region, Delta]], note: Any) -> list[memoryview]:
+        """The parts of a record, in order. The pages are those of the deltas, not a copy."""
         regions = [
             RegionPages(
                 region.name,
@@ -186,30 +188,32 @@ class OpaqueLog:
             for region, delta in changed
         ]
         meta = msgspec.msgpack.encode(RecordMeta(self.page_bytes, regions, self._constants, note))
-        payload = b"".join(delta.pages.tobytes() for _, delta in changed)
+        pages = [memoryview(np.ascontiguousarray(delta.pages)).cast("B") for _, delta in changed if delta.indices.size]
         checksum = xxhash.xxh3_64(meta)
-        checksum.update(payload)
+        for part in pages:
+            checksum.update(part)
+        payload_bytes = sum(part.nbytes for part in pages)
         header = _HEADER.pack(
-            _MAGIC, _FORMAT, kind, self.version + 1, len(meta), len(payload), checksum.intdigest()
+            _MAGIC, _FORMAT, kind, self.version + 1, len(meta), payload_bytes, checksum.intdigest()
         )  # fmt: skip
-        return header + meta + payload
+        return [memoryview(header + meta), *pages]
 
-    def _append(self, record: bytes) -> None:
-        _write_all(self._file, record, self._end)
+    def _append(self, record: list[memoryview]) -> None:
+        end = _write_all(self._file, record, self._end)
         if self.sync:
             os.fdatasync(self._file)
-        self._end += len(record)
+        self._end = end
 
-    def _replace(self, record: bytes) -> None:
+    def _replace(self, record: list[memoryview]) -> None:
         """A new file that begins with this base, put in place by one rename: a crash leaves the old file or the new one."""
         temporary = self.path.with_suffix(".new")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        _write_all(file, record, 0)
+        end = _write_all(file, record, 0)
         if self.sync:
             os.fdatasync(file)
         os.replace(temporary, self.path)
         os.close(self._file)
-        self._file, self._end, self._base_bytes = file, len(record), len(record)
+        self._file, self._end, self._base_bytes = file, end, end
 
     # ------------------------------------------------------------ restore
 
@@ -277,11 +281,13 @@ class OpaqueLog:
             at += size
 
 
-def _write_all(file: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view[: 1 << 30], at)
-        view, at = view[written:], at + written
+def _write_all(file: int, parts: list[memoryview], at: int) -> int:
+    """Write parts one after the other, from `at` on; where they end."""
+    for view in parts:
+        while view:
+            written = os.pwrite(file, view[: 1 << 30], at)
+            view, at = view[written:], at + written
+    return at
 
 
 def _read_all(file: int, count: int, at: int) -> memoryview:

@@ -76,13 +76,14 @@ class PlainPages:
 
     def _copied(self, found: list[int]) -> np.ndarray:
         """(count, page_bytes) uint8; the end of a last page that is not full is zeros."""
-        pages = np.zeros((len(found), self.page_bytes), dtype=np.uint8)
+        pages = np.empty((len(found), self.page_bytes), dtype=np.uint8)
         full = self._bytes.size // self.page_bytes
         whole = [page for page in found if page < full]
-        pages[: len(whole)] = self._bytes[: full * self.page_bytes].reshape(full, self.page_bytes)[whole]
+        source = self._bytes[: full * self.page_bytes].reshape(full, self.page_bytes)
+        np.take(source, whole, axis=0, out=pages[: len(whole)], mode="clip")  # clip: no copy of a copy
         if len(whole) < len(found):
             last = self._page(full)
-            pages[-1, : last.size] = last
+            pages[-1, : last.size], pages[-1, last.size :] = last, 0
         return pages
 
     def mark(self, pages: Sequence[int]) -> None:
