@@ -188,7 +188,7 @@ class OpaqueLog:
             for region, delta in changed
         ]
         meta = msgspec.msgpack.encode(RecordMeta(self.page_bytes, regions, self._constants, note))
-        pages = [memoryview(np.ascontiguousarray(delta.pages)).cast("B") for _, delta in changed if delta.indices.size]
+        pages = [np.ascontiguousarray(delta.pages).reshape(-1).data for _, delta in changed if delta.indices.size]
         checksum = xxhash.xxh3_64(meta)
         for part in pages:
             checksum.update(part)
