@@ -141,3 +141,28 @@ def test_a_forgotten_key_deletes_for_good(sealed: Place, monkeypatch: pytest.Mon
     assert sealed.json("gc", "--drop-locked", "--yes", "--grace-s", "0")["counts"]["freed_blocks"] == 5
     assert sealed.json("verify")["checked"]["blocks"] == 0
     assert sealed.json("stats")["stats"]["stored_blocks"] == 0
+
+
+def test_what_was_stored_before_the_key_is_named_and_sealed_on_command(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encryption() -> dict[str, str]:
+        checks = place.json("doctor", code=place.run("doctor").exit_code)["checks"]
+        (found,) = (check for check in checks if check["name"] == "encryption")
+        return dict(found)
+
+    place.session("chat", TOKENS)
+    assert encryption()["level"] == "ok"
+    monkeypatch.setenv(KEYS_VARIABLE, KEY)
+    place.environment[KEYS_VARIABLE] = KEY
+    place.json("recover")  # whoever opens the store for writing notes that there is a key
+    assert place.json("verify")["checked"]["open"] == 7
+    assert "compact --shrink" in place.run("verify").stdout and "7 values" in encryption()["advice"]
+    assert place.json("compact", "--dry-run")["counts"]["sealed_values"] == 7
+    assert "--shrink" in place.run("compact").stdout
+    assert place.json("verify")["checked"]["open"] == 0 and "free now" in encryption()["advice"]
+    place.json("compact", "--shrink")
+    assert encryption()["level"] == "ok" and place.world.restorable(TOKENS) == 43
+    assert TOKENS[:4].tobytes() not in (place.paths.store / "data.mdb").read_bytes()
+    forget(place, monkeypatch)
+    assert "sealed with keys that are not given" in encryption()["advice"]
