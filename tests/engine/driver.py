@@ -48,8 +48,11 @@ class EngineDriver:
         if self.closed:
             return
         self.closed = True
-        if self.engine.capture:
-            self.engine.capture.lane.close()
+        capture = self.engine.capture
+        if capture and capture.rows is not None:
+            capture.let_go()  # the lane's memory may be registered with a device
+        elif capture:
+            capture.lane.close()
         self.engine.link.close()
         self.engine.grammars.close()
         self.engine.lookup.finder.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +48,13 @@ def lane(tmp_path: Path) -> Iterator[LaneWriter]:
     yield made
 
 
+def lane_home(place: Place, tmp_path: Path) -> Path:
+    """Of a lane that a device is to write: shared memory, which it can have registered."""
+    if place.device.type == "cpu":
+        return tmp_path
+    return Path(tempfile.mkdtemp(prefix="concordia-test-", dir="/dev/shm"))
+
+
 def frames(lane: LaneWriter) -> dict[tuple[bytes, int, int], bytes]:
     """What the lane holds, by sequence and range."""
     found = {}
@@ -80,7 +89,7 @@ def test_the_lane_holds_the_same_with_handlers_and_without(
     run_steps(Capture(lane, arena, ROOT, 4), arena)
     expected = frames(lane)
     lane.close()
-    other = LaneWriter.open(tmp_path / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
+    other = LaneWriter.open(lane_home(place, tmp_path) / "e1.lane", lane_bytes=1 << 20, record_count=256, incarnation=1)
     rows = build(arena, place.driver, way)
     rows.reach_lane(other.ring)
     rows.rows._gather.result(60)
@@ -92,6 +101,8 @@ def test_the_lane_holds_the_same_with_handlers_and_without(
     if way == "auto":
         assert {cost.name for cost in rows.costs} == {"stream", "graph"}, "the executor is tried once it is proven"
     capture.let_go()
+    if place.device.type != "cpu":
+        shutil.rmtree(other.path.parent)
 
 
 def test_the_executor_is_measured_once_it_is_proven(arena: Arena, tmp_path: Path, shim_driver: ShimDriver) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.capture.device_rows import DeviceRows, build
 from tests.engine.capture.shim_driver import ShimDriver
@@ -32,13 +34,20 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., EngineDriver]]:
 
     def started(name: str, **options: Any) -> EngineDriver:
         settings = {"prefill_chunk": 32, "context_tokens": 256, "lane_bytes": 4 << 20, **options}
-        paths = Paths.at(tmp_path / name / "data", tmp_path / name / "lanes")
+        paths = Paths.at(tmp_path / name / "data", settings.pop("lanes", tmp_path / name / "lanes"))
         engines.append(EngineDriver.start(model, paths, name, **settings))
         return engines[-1]
 
     yield started
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """Where lanes lie as a rule: memory that can be registered with a device."""
+    with tempfile.TemporaryDirectory(prefix="concordia-test-", dir="/dev/shm") as where:
+        yield Path(where)
 
 
 def with_handlers(engine: EngineDriver, driver: ShimDriver, way: str = "graph") -> DeviceRows:
@@ -122,3 +131,21 @@ def test_auto_takes_the_way_that_is_part_of_the_step(
 ) -> None:
     rows = with_handlers(start("e0", decode_graph="on"), shim_driver, "auto")
     assert rows.way == "graph"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_on_a_gpu_steps_write_into_the_lane_what_the_framework_would_have_copied(
+    start: Callable[..., EngineDriver], shared_memory: Path
+) -> None:
+    options = {"device": "cuda", "dtype": "float32", "decode_graph": "on"}
+    copied = start("e0", capture_launch="copy", lanes=shared_memory / "e0", **options)
+    gathered = start("e1", capture_launch="graph", lanes=shared_memory / "e1", **options)
+    capture = gathered.engine.capture
+    assert capture is not None and capture.rows is not None, capture and capture.without
+    capture.rows.rows.wait_ready()
+    run_three(copied)
+    run_three(gathered)
+    assert not capture.rows.failed and not gathered.engine.graphs.off
+    assert frames(gathered) == frames(copied) and len(frames(copied)) > 30
+    assert capture.rows.in_lane > 30 or capture.rows.lane, "straight into the lane, where it can be registered"
