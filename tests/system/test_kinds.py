@@ -102,10 +102,10 @@ def sessions_show(system: System, session: str) -> dict[str, Any]:
 
 
 @each_kind
-@pytest.mark.timeout(280)
-def test_kind_killed_at_every_token(system: System, kind: str) -> None:
-    """Case 5. Every kind, text of random weights; one chunk and a bit of prompt, one point within the answer or two."""
-    tokens = 16 if kind in ("window", "linear") else 12
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tokens", [12, pytest.param(48, marks=pytest.mark.soak)])
+def test_kind_killed_at_every_token(system: System, kind: str, tokens: int) -> None:
+    """Case 5. Every kind, text of random weights; one chunk and a bit of prompt, one point within the answer or several."""
     body = h.completion(system, prompt_of(71, 90), h.SAMPLED, tokens=tokens)
     want = system.stream(h.COMPLETIONS, body)
     h.assert_whole(want)
