@@ -2,8 +2,8 @@
 
 Question  Bandwidth of `LaneWriter.append_rows` (room, rows, both checksums, commit word), from 23 KB to 4 MB.
 Regime    One writer in this process, no keeper beside it; the ring is warm, in shared memory, and is freed before it is
-          full. Eight records in a row, as a prefill's chunks, until a reader could see the last one; of large ones the writer and
-          its second thread copy and sum one each at a time (`tiers.behind`), as in an engine. A frame is copied from
+          full. Eight records in a row, as when an engine catches up, until a reader could see the last one; of large ones the writer and
+          its second thread copy and sum one each at a time (`tiers.behind`). A frame is copied from
           ordinary memory by one numpy call, as a capture of contiguous rows would. Both sides alternate; they go round
           regions of the same size, so that neither finds its target in the processor's cache.
 Baseline  as many memcpys of the frame into warm shared memory, one thread.

@@ -151,7 +151,8 @@ class Capture:
                 log.warning("capture.lane_full", stream=cursor.stream, position=cursor.position, times=self.lane_full)
             return False
         finally:
-            self.lane.settle()  # what was appended reads the slot's rows, which may change from here on
+            if self.rows is None:
+                self.lane.settle()  # what was appended reads the slot's rows, which may change from here on
             self.seconds += time.perf_counter() - began
         return True
 
