@@ -165,10 +165,7 @@ class Admission:
         )
 
     def _barred(self, words: list[str]) -> list[list[int]]:
-        """What an answer must not hold, as tokens: each word as it begins a text, and as it follows a space where that is as many tokens.
-
-        Source: vLLM's `bad_words`
-        """
+        """What an answer must not hold, as tokens: each word as it begins a text, and as it follows a space."""
         if words and not self._codec.has_text:
             raise not_supported(
                 "bad_words", "bad_words: needs a model with a tokenizer.json; bar token ids by logit_bias"
@@ -180,7 +177,7 @@ class Admission:
                 continue
             alone, following = (self._codec.encode(space + word.lstrip(), add_special=False) for space in ("", " "))
             barred.append(alone)
-            if len(following) == len(alone) and following[:1] != alone[:1]:
+            if following[-len(alone) :] != alone:
                 barred.append(following)
         return [tokens for tokens in barred if tokens]
 

@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 from engine.messages import Sampling
+from gateway.admit import Admission
 from gateway.choices import choice_seed
+from gateway.tokenizer import ModelFacts
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
 from tests.gateway.fake_engine import token_at
 
@@ -59,6 +61,19 @@ async def test_tokens_outside_the_vocabulary_are_named(world: World) -> None:
         status, _, answer = await world.post("/v1/chat/completions", chat(**more))
         assert (status, answer["error"]["param"]) == (400, field)
         assert "outside the vocabulary of 260" in answer["error"]["message"]
+
+
+def test_a_bad_word_is_barred_as_it_begins_a_text_and_behind_a_space() -> None:
+    ids = {"have": [5, 6], " have": [7], "log": [8], " log": [9, 8], "\n": [10]}
+
+    class Codec:
+        has_text = True
+
+        def encode(self, text: str, *, add_special: bool) -> list[int]:
+            return ids[text]
+
+    admission = Admission("m", Codec(), None, ModelFacts([], 0, 0), 0, lambda: (0, 0))  # type: ignore[arg-type]
+    assert admission._barred(["have", " log", "\n"]) == [[5, 6], [7], [8], [10]]
 
 
 async def test_allowed_tokens_and_a_grammar_are_not_mixed(world: World) -> None:
