@@ -162,6 +162,7 @@ class Admission:
             tool_names=tools.names,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             special=request.skip_special_tokens is False,
+            stop_shown=bool(request.include_stop_str_in_output),
         )
 
     def _barred(self, words: list[str]) -> list[list[int]]:

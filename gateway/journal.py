@@ -47,7 +47,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     capture     False: its state is never written to a tier; a recovery computes it anew
     tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
     adapter     digest of the adapter that computes it, "" for the model alone
-    echo        its text begins with the prompt's; special: special tokens are part of its text
+    echo        its text begins with the prompt's; special: special tokens are part of its text; stop_shown: a stop string too
     group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
     """
 
@@ -74,6 +74,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str = ""
     echo: bool = False
     special: bool = False
+    stop_shown: bool = False
 
 
 class Placed(msgspec.Struct, frozen=True):

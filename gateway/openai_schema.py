@@ -30,7 +30,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": (),
     "suffix": ("",),
-    "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "prompt_logprobs": (),
@@ -101,13 +100,13 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     response_format: dict[str, Any] | None = None
     regex: Any = None
     grammar: Any = None
     functions: Any = None
     function_call: Any = None
     suffix: Any = None
-    include_stop_str_in_output: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     prompt_logprobs: Any = None

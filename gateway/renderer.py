@@ -21,7 +21,16 @@ REPLACEMENT = "\ufffd"
 class Renderer:
     """The text side of one stream."""
 
-    def __init__(self, codec: TextCodec, prompt: list[int], stops: list[str], *, special: bool = False) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt: list[int],
+        stops: list[str],
+        *,
+        special: bool = False,
+        stop_shown: bool = False,
+    ) -> None:
+        """special: special tokens have a text; stop_shown: the stop string that ends the text is part of it."""
         self._decode = partial(codec.decode, special=True) if special else codec.decode
         self._context = prompt[
             -PROMPT_TAIL_TOKENS:
@@ -29,6 +38,7 @@ class Renderer:
         self._context_text = self._decode(self._context)
         self._group: list[int] = []  # tokens whose text isn't whole yet
         self._stops = stops
+        self._stop_shown = stop_shown
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
 
@@ -66,10 +76,11 @@ class Renderer:
         if not self._stops:
             return text
         pool = self._held + text
-        found = [at for at in (pool.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, len(stop)) for at, stop in ((pool.find(stop), stop) for stop in self._stops) if at >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return pool[: min(found)]
+            at, size = min(found)
+            return pool[: at + size if self._stop_shown else at]
         keep = self._possible_stop(pool)
         self._held = pool[len(pool) - keep :]
         return pool[: len(pool) - keep]

@@ -84,7 +84,7 @@ class Stream:
             int, list[CallDelta]
         ] = {}  # token of the answer (-1: the end) -> what it made known of tool calls
         self.echoed = codec.decode(self.tokens, special=spec.special) if spec.echo else ""
-        self._renderer = Renderer(codec, self.tokens, spec.stop, special=spec.special)
+        self._renderer = Renderer(codec, self.tokens, spec.stop, special=spec.special, stop_shown=spec.stop_shown)
         self._tools = ToolParser(spec.tool_form, spec.tool_names, spec.stream) if spec.tool_form else None
         self._text_count = 0
         # Below: of this process only, not in the journal.

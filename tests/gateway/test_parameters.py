@@ -109,6 +109,18 @@ async def test_echo_begins_with_the_prompt_streamed_and_not_and_after_a_restart(
     assert again["choices"][0]["text"] == said
 
 
+async def test_the_stop_string_is_part_of_the_text_on_request(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    await world.engine("e0", script=b"one, two")
+    body = completion("x", stop=[", t"], max_tokens=9)
+    _, _, without = await world.post("/v1/completions", body)
+    _, headers, shown = await world.post("/v1/completions", {**body, "include_stop_str_in_output": True})
+    assert (without["choices"][0]["text"], shown["choices"][0]["text"]) == ("one", "one, t")
+    assert shown["choices"][0]["finish_reason"] == "stop"
+    again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
+    assert again["choices"] == shown["choices"]
+
+
 async def test_special_tokens_are_shown_on_request(make_world) -> None:  # type: ignore[no-untyped-def]
     world: World = await make_world()
     await world.engine("e0", script=b"ab")

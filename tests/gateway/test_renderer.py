@@ -45,6 +45,18 @@ def ids(text: str) -> list[int]:
     return Bytes().encode(text, add_special=False)
 
 
+def test_a_stop_string_can_be_shown_and_nothing_behind_it() -> None:
+    for stops, text in (["stop"], "a stop"), (["op", "stop"], "a stop"), (["st", "stop"], "a st"), (["x"], "a stop b"):
+        renderer = Renderer(Bytes(), [70, 71], stops, stop_shown=True)
+        said = ""
+        for token in ids("a stop b"):
+            if not renderer.stopped:
+                said += renderer.push(token)
+        assert said + renderer.finish() == text
+    renderer = Renderer(TokenIdText(), [1, 2], ["9"], stop_shown=True)
+    assert renderer.push(1980) + renderer.finish() == " 19", "also within a token"
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.text(max_size=40))
 def test_pieces_are_the_whole_text(text: str) -> None:
