@@ -102,8 +102,13 @@ class Store:
     def _know_tenants(self) -> None:
         """Have the keys of all tenants at hand, and say which are missing, and what is stored openly though its key is given."""
         if self.keys:
-            with self._env.begin(write=True) as txn:
-                late_keys.mark(txn, self._db, self.keys)
+            try:
+                with self._env.begin(write=True) as txn:
+                    late_keys.mark(txn, self._db, self.keys)
+            except lmdb.Error as error:  # no room: the store must open all the same, so that some can be made
+                log.warning(
+                    "store.not_marked", path=str(self.path), error=str(error), hint="tried again when it is opened next"
+                )
         with self._env.begin(buffers=True) as txn:
             view = View(txn, self._db, self.keys)
             for _, tenant in view.tenants():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import lmdb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,6 +311,25 @@ def test_the_keeper_seals_in_the_background_and_writes_the_file_anew(
     assert open_ones(drain) == 0 and restorable(open_store, drain, TOKENS, "secret") == 43
     drain.close()
     assert not on_disk(open_store, TOKENS[:4].tobytes())
+
+
+def test_a_store_without_room_for_the_mark_opens_all_the_same(
+    open_store: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise lmdb.MapFullError("full")
+
+    monkeypatch.setenv(KEYS_VARIABLE, f"secret = {KEY}")
+    with monkeypatch.context() as patched:
+        patched.setattr(late_keys, "mark", full)
+        drain = Drain(open_store.paths, open_store.settings)
+        assert restorable(open_store, drain, TOKENS, "secret") == 43 and open_ones(drain) == 0
+        drain.close()
+    said = capsys.readouterr()
+    assert "store.not_marked" in said.out + said.err
+    drain = Drain(open_store.paths, open_store.settings)
+    assert open_ones(drain) == 10
+    drain.close()
 
 
 def test_damaged_value_stays_damaged_when_it_is_sealed(open_store: World, monkeypatch: pytest.MonkeyPatch) -> None:
