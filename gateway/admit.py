@@ -14,7 +14,7 @@ import msgspec
 
 from engine.messages import pack_tokens
 from gateway import openai_schema as schema
-from gateway.chat_template import ChatTemplate, no_chat_template
+from gateway.chat_template import AnswerStart, ChatTemplate, no_chat_template
 from gateway.choices import choice_seed
 from gateway.errors import ApiError, bad_request, not_found, not_supported
 from gateway.grammar import answer_rule, grammar_of
@@ -219,14 +219,19 @@ class Admission:
             )
 
     def _chat_prompt(self, request: ChatRequest, tools: ToolPlan) -> list[int]:
-        return self._chat_tokens(request.messages, tools.tools, request.chat_template_kwargs or {})
+        start = schema.answer_start(request)
+        return self._chat_tokens(request.messages, tools.tools, request.chat_template_kwargs or {}, start)
 
     def _chat_tokens(
-        self, messages: list[schema.ChatMessage], tools: list[dict[str, Any]], options: dict[str, Any]
+        self,
+        messages: list[schema.ChatMessage],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any],
+        start: AnswerStart = "header",
     ) -> list[int]:
         if self._template is None or not self._codec.has_chat:
             raise no_chat_template()
-        text = self._template.render(schema.template_messages(messages), tools, options)
+        text = self._template.render(schema.template_messages(messages), tools, options, start=start)
         return self._codec.encode(text, add_special=False)
 
     def _text_prompt(self, prompt: str | list[int]) -> list[int]:

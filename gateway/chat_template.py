@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gateway.errors import ApiError, bad_request
 from gateway.tools import form_of_template, told_in_text
 
+AnswerStart = Literal["header", "none", "message"]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,10 +37,14 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
+        *,
+        start: AnswerStart = "header",
     ) -> str:
         """Prompt text up to where the assistant's answer starts. Raises ApiError if the template refuses the messages.
 
         options  the request's own variables for the template (`chat_template_kwargs`)
+        start    behind what the template writes before an answer; behind the last message, as it is written when it has ended
+                 (`none`), or within it (`message`)
         """
         own = {"messages", "tools", "add_generation_prompt", *self._special_tokens}
         for name in sorted(own.intersection(options or {})):
@@ -47,15 +52,25 @@ class ChatTemplate:
         if not self._knows_tools:
             messages, tools = told_in_text(messages, tools or []), None
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=tools or None,
-                add_generation_prompt=True,
+                add_generation_prompt=start == "header",
                 **self._special_tokens,
                 **(options or {}),
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise bad_request(f"messages: the model's chat template refuses them: {error}", "messages") from error
+        return _unfinished(text, messages[-1]["content"].rstrip()) if start == "message" else text
+
+
+def _unfinished(text: str, content: str) -> str:
+    """A prompt up to the end of what its last message says. Raises ApiError if the template does not write that as it is."""
+    at = text.rfind(content) if content else -1
+    if at < 0:
+        hint = "the last message is empty, or the model's chat template does not write it as it is"
+        raise bad_request(f"continue_final_message: {hint}", "continue_final_message")
+    return text[: at + len(content)]
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.messages import Sampling
+from gateway.chat_template import AnswerStart
 from gateway.errors import ApiError, bad_request, not_supported
 
 INTEGER_LIMIT = (1 << 63) - 1
@@ -34,8 +35,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "repeat_penalty": (1,),
     "typical_p": (1,),
@@ -111,8 +110,6 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
     chat_template: Any = None
     repeat_penalty: Any = None
     typical_p: Any = None
@@ -138,6 +135,8 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     audio: Any = None
     modalities: list[str] | None = None
 
@@ -206,9 +205,31 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise not_supported("audio", "audio: is not served; leave it out")
     _check_range("max_completion_tokens", request.max_completion_tokens, 1, INTEGER_LIMIT)
     _check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_LIMIT)
+    _check_start(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
     return request
+
+
+def _check_start(request: ChatRequest) -> None:
+    if not request.continue_final_message:
+        return
+    if request.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message: add_generation_prompt begins a new answer; send one", "continue_final_message"
+        )
+    last = request.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise bad_request(
+            "continue_final_message: needs a text of the assistant's as the last message", "continue_final_message"
+        )
+
+
+def answer_start(request: ChatRequest) -> AnswerStart:
+    """Where in the prompt the answer begins."""
+    if request.continue_final_message:
+        return "message"
+    return "none" if request.add_generation_prompt is False else "header"
 
 
 def parse_completion(body: bytes) -> CompletionRequest:

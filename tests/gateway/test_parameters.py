@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from engine.messages import Sampling
+from engine.messages import Sampling, unpack_tokens
 from gateway.admit import Admission
 from gateway.choices import choice_seed
 from gateway.tokenizer import ModelFacts
@@ -119,6 +119,25 @@ async def test_the_stop_string_is_part_of_the_text_on_request(make_world) -> Non
     assert shown["choices"][0]["finish_reason"] == "stop"
     again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
     assert again["choices"] == shown["choices"]
+
+
+async def test_an_answer_goes_on_within_the_last_message(world: World) -> None:
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello to "}]
+
+    async def prompt(**more: Any) -> str:
+        status, _, answer = await world.post("/v1/chat/completions", {**chat(stream=False, **more), "messages": asked})
+        assert status == 200, answer
+        return byte_tokenizer().decode(unpack_tokens(world.engines[0].submits[-1].tokens))
+
+    whole = "<user>Hello\n<assistant>Hello to "
+    assert await prompt() == whole + "\n<assistant>"
+    assert await prompt(add_generation_prompt=False) == whole + "\n"
+    assert await prompt(continue_final_message=True, add_generation_prompt=False) == whole.rstrip()
+    asked[-1]["content"] = " "
+    status, _, answer = await world.post(
+        "/v1/chat/completions", {**chat(stream=False, continue_final_message=True), "messages": asked}
+    )
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_special_tokens_are_shown_on_request(make_world) -> None:  # type: ignore[no-untyped-def]
