@@ -10,9 +10,12 @@ from tests import leftovers, order
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long work first: with short tests at the end no worker is left alone with a long one."""
     items.sort(key=order.rank)
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            order.name_group(item)
 
 
 @pytest.hookimpl(trylast=True)
