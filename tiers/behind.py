@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 
 LINE_LIMIT = 8  # records that may wait to be published
-ALONE_S, ALONE_LIMIT_S = 0.05, 3.0  # how long the writer works alone when sharing was slower: twice as long each time
+SLOW_LIMIT = 2  # bursts in a row: one alone may have been hindered by anything
+ALONE_S, ALONE_LIMIT_S = 0.02, 3.0  # how long the writer works alone when sharing was slower: twice as long each time
 TOLERANCE = 1.3  # sharing may take so much longer: what a byte takes this thread alone is measured at its best
 FORGET = 1.02  # the time that a byte takes this side is the least that was seen, and grows by so much with each record
 
@@ -49,7 +50,7 @@ class Behind:
         self._is_started = self._is_ending = False
         self._began, self._bytes, self._is_shared = 0.0, 0, False  # of the records since the last `wait`
         self._own_s = 1.0  # that a byte takes this side
-        self._alone_s, self._alone_until = ALONE_S, 0.0
+        self._slow_count, self._alone_s, self._alone_until = 0, ALONE_S, 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -89,8 +90,10 @@ class Behind:
     def _judge(self, now: float) -> None:
         """Was it faster than this thread alone? If not, it works alone for a while."""
         if now - self._began < TOLERANCE * self._own_s * self._bytes:
-            self._alone_s = ALONE_S
-        else:
+            self._slow_count, self._alone_s = 0, ALONE_S
+            return
+        self._slow_count += 1
+        if self._slow_count >= SLOW_LIMIT:
             self._alone_until, self._alone_s = now + self._alone_s, min(2 * self._alone_s, ALONE_LIMIT_S)
 
     def end(self) -> None:

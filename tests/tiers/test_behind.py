@@ -222,13 +222,18 @@ def test_where_sharing_is_slower_the_writer_works_alone_for_a_while() -> None:
     for _ in range(2):  # the other thread has one of them, and gets no core
         behind.share(1000, slow if not in_it.is_set() else int, done.append)
     assert behind.wait() is None and len(done) == 2
+    behind._bytes = 10**6
+    behind._judge(behind._began)  # that was fast enough
+    behind._judge(behind._began + 1e9)
+    assert behind._alone_until == 0.0
     behind._judge(behind._began + 1e9)
     assert behind._alone_until > 1e9
+    behind._bytes = 0
     for count in (3, 4, 5):
         behind.share(1000, prepare, done.append)
         assert len(done) == count
     assert behind.wait() is None and by == {threading.current_thread().name}
-    behind._alone_until, behind._bytes = 0.0, 10**9
+    behind._alone_until, behind._bytes = 0.0, 10**6
     behind._judge(behind._began)
     assert behind._alone_until == 0.0
     behind.end()
