@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 from engine import pid_file
 from tiers.paths import SHARED_MEMORY
 
+OF_A_KILLED_RUN_S = 3600.0
+
 
 def clear(base: Path) -> list[Path]:
-    """Remove those of installations below `base`, or of none that still exists, in which nothing lives; returns them."""
+    """Remove those in which nothing lives of this run (below `base`), of an earlier one that was killed, or of nobody; returns them."""
     found = [directory for directory in SHARED_MEMORY.glob("concordia-*") if _is_left(directory, base)]
     for directory in found:
         shutil.rmtree(directory, ignore_errors=True)
@@ -25,4 +28,12 @@ def _is_left(directory: Path, base: Path) -> bool:
         return False  # somebody makes it just now, or it is no lane directory
     known = [pid_file.read(path) for path in directory.glob("*.pid")]
     lives = any(process is not None and process.alive for process in known)
-    return not lives and (data_dir.is_relative_to(base) or not data_dir.exists())
+    of_a_killed_run = data_dir.is_relative_to(base.parent) and _age_s(directory) > OF_A_KILLED_RUN_S
+    return not lives and (data_dir.is_relative_to(base) or not data_dir.exists() or of_a_killed_run)
+
+
+def _age_s(directory: Path) -> float:
+    try:
+        return time.time() - directory.stat().st_mtime
+    except OSError:
+        return 0.0
