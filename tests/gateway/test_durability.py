@@ -250,6 +250,7 @@ async def test_a_full_map_is_said_by_session_and_its_end_too(world: World) -> No
         small.kill()
 
 
+@pytest.mark.process
 async def test_a_full_disk_is_called_that_and_the_keeper_is_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     _, headers, _ = await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
     stream = headers["X-Stream-Id"]

@@ -372,6 +372,7 @@ PAGE = 4096
 ROOT_OF_NAMES = 128  # in a root page: where the tree of the databases' names begins
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "offsets",
     [[16], [PAGE + 16], [20], [40], [ROOT_OF_NAMES], [PAGE + ROOT_OF_NAMES], [16, PAGE + 16]],
@@ -400,6 +401,7 @@ def test_a_damaged_root_page_costs_no_more_than_the_last_commit(place: Place, of
     assert not (place.paths.store / "salvage-root").exists()
 
 
+@pytest.mark.process
 def test_a_store_without_a_readable_root_is_said_to_be_lost(place: Place) -> None:
     place.session("chat", TOKENS)
     file = place.paths.store / "data.mdb"
