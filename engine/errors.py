@@ -3,6 +3,7 @@
 EngineError
 ├── Refused        the request or the model can't be served as asked; trying again changes nothing
 │   ├── UnsupportedModel   at start: the model keeps state in a way that is not captured yet
+│   ├── UnsupportedDevice  at start: there is no such device here
 │   ├── BadRequest         a `Submit` that does not fit this model
 │   └── OtherState         a log of opaque state holds other tensors, or not the version that is wanted
 ├── Fenced         this engine was replaced while it stood still: end at once, write and send nothing
@@ -22,6 +23,10 @@ class Refused(EngineError):
 
 class UnsupportedModel(Refused):
     """Choose another model, or wait for support of this kind of state."""
+
+
+class UnsupportedDevice(Refused):
+    """Choose another device, or give this process one."""
 
 
 class BadRequest(Refused):

@@ -1,7 +1,7 @@
 """Entry of an engine process: load, check, listen, run the step loop. `run` is called by the nursery's fork or by `python -m engine.main`.
 
-One process per device; everything runs on its main thread. Exit codes: 0 stopped, 3 the model can't be served (reason in the
-log), 70 device failed, 71 fenced (it was replaced while it stood still).
+One process per device; everything runs on its main thread. Exit codes: 0 stopped, 3 the model or the device can't be served (reason in
+the log), 70 device failed, 71 fenced (it was replaced while it stood still).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.capture import Capture
 from engine.capture.device_rows import for_engine
 from engine.check import self_check
 from engine.decode_graph import graphs_for
-from engine.errors import Fenced, UnsupportedModel
+from engine.errors import Fenced, UnsupportedDevice, UnsupportedModel
 from engine.exactness import make_exact, prepare, step_tokens
 from engine.follow import Follower
 from engine.grammar import Grammars, warm
@@ -71,7 +71,7 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     torch.set_num_threads(thread_count(options, int(settings.get("engine_count", 1))))
     try:
         loop = build(engine, incarnation, settings, options, tiers, paths, page)
-    except UnsupportedModel as error:
+    except (UnsupportedModel, UnsupportedDevice) as error:
         log.error("engine.unsupported", engine=engine, reason=str(error))
         page.set_state("failed")
         return EXIT_UNSUPPORTED

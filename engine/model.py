@@ -18,7 +18,7 @@ import xxhash
 
 from engine import attention
 from engine.arena import LayerShape
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedDevice, UnsupportedModel
 from engine.lean_transformers import lean
 from engine.linear import pack_linear_layers
 from engine.norms import join_norms
@@ -122,14 +122,20 @@ class Model:
 
 
 def choose_device(setting: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU."""
+    """`auto` is the first CUDA device if there is one, else the CPU. Raises UnsupportedDevice."""
     if setting == "auto":
         setting = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(setting)
+    device = torch.device(setting)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        why = f"finds {torch.cuda.device_count()} CUDA devices" if torch.version.cuda else "is built without CUDA"
+        raise UnsupportedDevice(
+            f"engine.device is {setting}, but torch {torch.__version__} {why}; serve with --device cpu"
+        )
+    return device
 
 
 def load(directory: Path, name: str, settings: EngineSettings) -> Model:
-    """Load weights and tell the model's shape. Raises UnsupportedModel with the reason."""
+    """Load weights and tell the model's shape. Raises UnsupportedModel, UnsupportedDevice with the reason."""
     from transformers import AutoConfig
 
     device = choose_device(settings.device)

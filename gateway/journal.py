@@ -277,7 +277,11 @@ class Journal:
 
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
-        fd = os.open(self.path, flags, 0o600)
+        try:
+            fd = os.open(self.path, flags, 0o600)
+        except FileNotFoundError:  # somebody deleted the directory
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self.path, flags, 0o600)
         self._written(self.path, is_new=self._fresh)
         self._fresh = False
         os.ftruncate(fd, self._end)  # drops a torn tail

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
+from engine import pid_file
 from ops import config as configuration
 from ops import engine_commands, session_commands, store_commands
 from ops.config import Config
-from ops.errors import NotRunning
 from ops.flags import (
     Function,
     Group,
@@ -139,6 +139,12 @@ def config_command(config: Config, as_json: bool) -> None:
         rows.append((key, now, config.sources[key], configuration.environment_name(key)))
     console.print(table("", ("key", "value", "from", "environment variable"), rows))
     console.print(f"\nlanes and sockets: {config.paths.lane_dir}", highlight=False)
+    serving = pid_file.read(config.paths.pid_file("serve"))
+    if serving is not None and serving.alive:
+        console.print(
+            f"`concordia serve` runs on it (pid {serving.pid}) and may have been given other flags; these are the values without them",
+            highlight=False,
+        )
 
 
 @main.command(exits=(4,))
@@ -148,19 +154,17 @@ def config_command(config: Config, as_json: bool) -> None:
 def status(config: Config, url: str | None, as_json: bool) -> None:
     """Show processes, engines, lanes, sessions' lag, and what is degraded.
 
-    From the files in the lane directory where the gateway is down (exit code 4).
+    From the files in the lane directory where the gateway is down (exit code 4), or wants a key that isn't given (exit code 1).
     """
     from ops import status as local
-    from ops.installation import find
 
-    here = find(config, url)
-    shown = local.collect(here)
+    shown = local.look(config, url)
     if as_json:
         print_json(local.as_json(shown))
     else:
         local.show(shown)
     if shown.problem:
-        raise NotRunning(shown.problem)
+        raise shown.problem
 
 
 # ---------------------------------------------------------------- demo

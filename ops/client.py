@@ -13,6 +13,7 @@ from ops.config import Config
 from ops.errors import NotRunning, OpsError
 
 TIMEOUT_S = 10.0
+UNAUTHORIZED = 401
 
 
 def base_url(config: Config) -> str:
@@ -79,7 +80,7 @@ class Client:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    if error.code == 401:
+    if error.code == UNAUTHORIZED:
         return "the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file"
     try:
         answer = json.loads(error.read())

@@ -7,9 +7,11 @@ what was expected; every value remembers where it came from. Documented in docs/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 import tomllib
@@ -214,8 +216,8 @@ def _converted(kind: Any, key: str, value: Any) -> Any:
     if kind is int:
         return _integer(key, value)
     try:
-        return float(value)
-    except ValueError:
+        return float(value) if math.isfinite(float(value)) else None
+    except (ValueError, OverflowError):
         return None
 
 
@@ -314,6 +316,7 @@ def load(
     # The data directory decides where the file is looked for, so it must be known before the file is read.
     for layer in (from_environment, from_flags):
         take({key: value for key, value in layer.items() if key == "data_dir"})
+    _check_data_dir(values["data_dir"], sources)
     take(_read_file(config_file or environment.get("CONCORDIA_CONFIG"), values["data_dir"]))
     take(from_environment)
     take(from_flags)
@@ -377,7 +380,20 @@ def _key_in(key: str, file: str, sources: Mapping[str, str]) -> tuple[str, str]:
     return lines[0].strip(), f"file {path}"
 
 
+def _check_data_dir(data_dir: Path, sources: Mapping[str, str]) -> None:
+    """Raise ConfigError if a file has that name, or one of a directory above it."""
+    with contextlib.suppress(OSError):  # what may not be looked at is the next one's to say
+        there = next(path for path in (data_dir, *data_dir.absolute().parents) if path.exists())
+        if not there.is_dir():
+            what = "it is a file" if there == data_dir else f"{there} is a file"
+            where = sources.get("data_dir", "default")
+            raise ConfigError(
+                f"{where}: {data_dir} can't be the data directory: {what}; name a directory by --data-dir"
+            )
+
+
 def _check(config: Config) -> Config:
+    _check_data_dir(config.data_dir, config.sources)
     _check_tenants(config)
     if not is_loopback(config.gateway.host) and not config.gateway.any_key:
         raise ConfigError(

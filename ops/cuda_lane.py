@@ -1,6 +1,7 @@
-"""Whether a GPU can write into a lane in place, tried by the driver itself on a small file where lanes lie. For `concordia doctor`.
+"""What the CUDA driver says: how many devices there are, and whether one can write into a lane in place, tried on a small file there.
 
-What an engine does at its start (engine/capture/cuda_driver.py), without torch or CuPy. Source: CUDA Driver API, cuMemHostRegister.
+For `serve` and `doctor`, without torch or CuPy; an engine does the same at its start (engine/capture/cuda_driver.py).
+Source: CUDA Driver API, cuMemHostRegister.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from typing import Any
 _CAN_USE_HOST_POINTER, _HOST_REGISTER_SUPPORTED = 91, 99  # CU_DEVICE_ATTRIBUTE_…
 _PORTABLE_AND_MAPPED = 3
 _TRIED_BYTES = 1 << 20
+
+
+def device_count() -> int:
+    """CUDA devices; -1 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return -1
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
 
 
 def why_not(directory: Path, index: int = 0, driver: Any = None) -> str:

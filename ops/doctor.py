@@ -6,7 +6,6 @@ that is set can't work). Runs in the command's process; imports no torch.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import platform
@@ -33,11 +32,10 @@ from tiers.keys import BadKeys, Keyring, Locked
 from tiers.lane_format import data_offset
 from tiers.late_keys import count_open, is_unscrubbed
 from tiers.lock import is_held
-from tiers.paths import SHARED_MEMORY, Paths
+from tiers.paths import SHARED_MEMORY, SOCKET_PATH_BYTES, Paths
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
 from tiers.view import StoreReader
 
-SOCKET_PATH_BYTES = 107
 WRITE_BYTES = (4 << 10, 1 << 20)
 WRITE_COUNT = 12
 MARKS = {"ok": "[green]ok[/]", "advice": "[yellow]advice[/]", "problem": "[red]problem[/]"}
@@ -146,7 +144,7 @@ def memlock(config: Config) -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
     need = lane_total_bytes(config) // max(1, config.host.engines)
-    if soft != resource.RLIM_INFINITY and soft < need and _cuda_count() > 0:
+    if soft != resource.RLIM_INFINITY and soft < need and cuda_lane.device_count() > 0:
         advice = (
             f"a lane of {size(need)} can't be pinned, so copies from the GPU take one more step. `ulimit -l unlimited`, "
             "LimitMEMLOCK=infinity in a systemd unit, or docker `--ulimit memlock=-1`"
@@ -367,7 +365,7 @@ def open_files(config: Config) -> Check:
 
 def socket_paths(config: Config) -> Check:
     """A unix socket's path may have 107 bytes."""
-    longest = max(len(os.fsencode(path)) for path in (config.paths.nursery_socket, config.paths.engine_socket("e000")))
+    longest = config.paths.longest_socket_bytes
     found = f"{longest} of {SOCKET_PATH_BYTES} bytes"
     if longest > SOCKET_PATH_BYTES:
         return Check(
@@ -381,7 +379,7 @@ def socket_paths(config: Config) -> Check:
 
 def cuda(config: Config) -> Check:
     """The driver's own count of devices; torch is not asked."""
-    count = _cuda_count()
+    count = cuda_lane.device_count()
     found = "no CUDA driver" if count < 0 else f"{count} device{'s' if count != 1 else ''}"
     if count <= 0 and config.engine.device.startswith("cuda"):
         advice = f"engine.device is {config.engine.device}: install the driver, start the container with GPUs, or use --device cpu"
@@ -392,7 +390,7 @@ def cuda(config: Config) -> Check:
 def handlers(config: Config) -> Check:
     """What an engine on a GPU captures with: CuPy, and a processor that the persistent executor can be driven from."""
     launch, machine = config.engine.capture_launch, platform.machine()
-    if not (config.engine.device.startswith("cuda") or _cuda_count() > 0):
+    if not (config.engine.device.startswith("cuda") or cuda_lane.device_count() > 0):
         return Check("capture on a GPU", "ok", "no GPU is used")
     if launch == "copy":
         return Check("capture on a GPU", "ok", "by the framework's copies, as engine.capture_launch says")
@@ -416,7 +414,7 @@ def handlers(config: Config) -> Check:
 def lane_in_place(config: Config) -> Check:
     """Whether the device's handlers can write into the lanes themselves: the driver tries it."""
     name, device = "lanes written by a GPU", config.engine.device
-    if not (device.startswith("cuda") or _cuda_count() > 0) or config.engine.capture_launch == "copy":
+    if not (device.startswith("cuda") or cuda_lane.device_count() > 0) or config.engine.capture_launch == "copy":
         return Check(name, "ok", "no handler writes into them")
     index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
     reason = cuda_lane.why_not(_existing(config.paths.lane_dir), index)
@@ -424,18 +422,6 @@ def lane_in_place(config: Config) -> Check:
         return Check(name, "ok", "in place, registered with CUDA")
     advice = f"they cannot be registered with CUDA ({reason}); rows go through pinned memory, one copy more"
     return Check(name, "advice", "through tier 0", advice)
-
-
-def _cuda_count() -> int:
-    """Devices; -1 without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return -1
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
 
 
 def cores(config: Config) -> Check:

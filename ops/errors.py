@@ -2,7 +2,7 @@
 
 OpsError                 exit 1
 ├── ConfigError          exit 2   a key, a value or a file of the configuration: fix it and start again
-├── ModelError           exit 3   the model can't be fetched, converted or read
+├── ModelError           exit 3   the model can't be fetched, converted, read or served
 ├── NotRunning           exit 4   nobody answers at that address
 ├── StateRefused         exit 5   not in this state: stop or start something first, or confirm
 │   └── AlreadyRunning            the data directory or the port is taken

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ EXITS = {
     0: "done",
     1: "failed; the message says what to do",
     2: "wrong usage, or a key, value or file of the configuration",
-    3: "the model can't be fetched, converted or read, or is not the one that is wanted",
+    3: "the model can't be fetched, converted, read or served, or is not the one that is wanted",
     4: "nobody answers at that address",
     5: "refused because of the state: taken, in use, already there, or not confirmed",
     6: "damage was found",
@@ -96,6 +97,19 @@ def tier_exit_code(error: TierError) -> int:
     if isinstance(error, OtherModel):
         return ModelError.exit_code
     return BadData.exit_code if isinstance(error, Lost) else OpsError.exit_code
+
+
+class Number(click.FloatRange):
+    """A finite number of a range: `nan` and `inf` are wrong usage."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value} is not in the range of finite numbers.", param, ctx)
+        return found
+
+
+AT_LEAST_0 = Number(min=0)
 
 
 def setting(key: str, flag: str = "", **more: Any) -> Callable[[Function], Function]:

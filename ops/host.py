@@ -40,6 +40,7 @@ from ops.processes import (
     child_environment,
     reap,
     signal_pidfd,
+    times,
 )
 from ops.settings import HostSettings
 from tiers.paths import Paths
@@ -50,6 +51,7 @@ POLL_S = 0.01  # state of a page, or of the nursery's child, that is about to ch
 REAP_LOOKS = 500  # until the nursery has noticed what the host agent has noticed
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
 HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the settings are wrong
+NEVER_SERVES = 3  # exit code of an engine that can never serve this model or device (engine/main.py EXIT_UNSUPPORTED)
 QUICK_RESTARTS = 5
 RESTART_LOOK_S = 0.05
 SUBSCRIBER_BUFFER_BYTES = 1 << 20
@@ -363,15 +365,15 @@ class HostAgent:
             if watch is None:
                 watch = await self._start(engine)
             down = await self._live(watch)
-            lived_s = time.monotonic() - watch.started
+            lived_s, never_serves = time.monotonic() - watch.started, down is None and watch.exit_code == NEVER_SERVES
             watch = None
             if self._stopping.is_set():
                 return
             wanted = down is not None and (down.reason == "exited" or lived_s > self.host.restart_reset_s)
             deaths = 1 if wanted else deaths + 1
-            if deaths >= HOPELESS_STARTS and not self._ever_served:
+            if (deaths >= HOPELESS_STARTS or never_serves) and not self._ever_served:
                 self._stopping.set()  # the others end, too
-                raise ModelError(f"{engine} ended {deaths} times before it could serve; its last lines above say why")
+                raise ModelError(f"{engine} ended {times(deaths)} before it could serve; its last lines above say why")
             await self._wait_before_restart(engine, deaths, failed_to_start=down is None)
 
     async def _wait_before_restart(self, engine: str, deaths: int, *, failed_to_start: bool) -> None:
@@ -414,7 +416,9 @@ class HostAgent:
             detect_ms=round(down.detect_ms, 2) if down else None,
             fence_ms=round(down.fence_ms, 2) if down else None,
         )
-        asyncio.create_task(self._bury(watch, down), name=f"bury-{watch.engine}-{watch.incarnation}")
+        burial = asyncio.create_task(self._bury(watch, down), name=f"bury-{watch.engine}-{watch.incarnation}")
+        if down is None:
+            await burial  # its exit code says whether another start is worth while
         return down
 
     async def _bury(self, watch: EngineWatch, down: Down | None) -> None:

@@ -143,6 +143,11 @@ class ChildCommand:
         return json.dumps(self.settings).encode()
 
 
+def times(count: int) -> str:
+    """`once`, `2 times`."""
+    return "once" if count == 1 else f"{count} times"
+
+
 async def start_child(command: ChildCommand) -> asyncio.subprocess.Process:
     """Start a child in a session of its own: Ctrl-C on the terminal reaches `serve` alone."""
     process = await asyncio.create_subprocess_exec(
@@ -208,7 +213,7 @@ class KeptProcess:
                 if code in self._fatal or (not self.proved and deaths >= self._give_up_after):
                     error = ModelError if code == ModelError.exit_code else OpsError
                     raise error(
-                        f"{self.command.name} ended {deaths} times before it served, exit {code}; its last lines above say why"
+                        f"{self.command.name} ended {times(deaths)} before it served, exit {code}; its last lines above say why"
                     )
                 wait_s = self._backoff.wait_s(deaths)
                 log.warning("supervise.died", child=self.command.name, exit=code, deaths=deaths, wait_s=wait_s)

@@ -12,6 +12,7 @@ import errno
 import glob
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ops import convert
+from ops import convert, gguf_file
 from ops.errors import AlreadyRunning, ModelError
 from ops.models import Model, cache_directory, gguf_directory, is_hub_name, missing_files, resolve
 from ops.processes import FileLock
@@ -34,6 +35,7 @@ from ops.show import errors as console
 
 HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 LOCK_WAIT_S = 600.0
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception): ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ def pull_packaged(
 
 def _pull_file(file: Path, cache: Path, again: bool) -> Model:
     target = gguf_directory(cache, file)
+    if again or missing_files(target):
+        gguf_file.check(file)
     with _locked(target), Bar(file.stem) as bar, _translated(file.name, cache):
         if again or missing_files(target):
             _check_room(cache, file.stat().st_size * 8)
@@ -295,7 +299,8 @@ def run_converter(gguf: Path, target: Path, stage: Callable[[str], None]) -> Non
             complaints.seek(0)
             last = [line.strip() for line in complaints.read().splitlines() if line.strip()][-1:] or ["it said nothing"]
             killed = " (out of memory?)" if code == -9 else ""
-            raise ModelError(f"{gguf.name} can't be converted, exit {code}{killed}: {last[0]}")
+            said = _EXCEPTION.sub("", last[0])
+            raise ModelError(f"{gguf.name} can't be converted, exit {code}{killed}: {said}")
 
 
 # ---------------------------------------------------------------- hub

@@ -20,15 +20,17 @@ import aiohttp
 import structlog
 
 from engine import pid_file
+from ops import cuda_lane
 from ops.client import base_url
 from ops.config import Config
-from ops.errors import AlreadyRunning, ModelError, OpsError
+from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
-from ops.show import Progress, print_welcome
+from ops.show import Progress, counted, print_welcome
 from ops.status import engine_state
 from tiers.errors import StoreFailed
 from tiers.keys import Keyring
 from tiers.lock import is_held
+from tiers.paths import SOCKET_PATH_BYTES
 from tiers.view import StoreReader
 
 log = structlog.get_logger("serve")
@@ -161,6 +163,31 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
+def check_sockets(config: Config) -> None:
+    """Raise ConfigError if the lane directory's name is too long for the sockets in it."""
+    longest = config.paths.longest_socket_bytes
+    if longest > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{config.sources['lane_dir']}: lane_dir {config.paths.lane_dir} is too long: the sockets in it would have paths of {longest} "
+            f"bytes, and the kernel takes {SOCKET_PATH_BYTES}; choose a shorter --lane-dir"
+        )
+
+
+def check_device(config: Config) -> None:
+    """Raise ConfigError if the driver has no such CUDA device. torch, which takes seconds to import, is not asked."""
+    device = config.engine.device
+    if not device.startswith("cuda"):
+        return
+    count = cuda_lane.device_count()
+    if int(device.partition(":")[2] or 0) < count:
+        return
+    found = "there is no CUDA driver here" if count < 0 else f"the CUDA driver has {counted(count, 'device')}"
+    raise ConfigError(
+        f"{config.sources['engine.device']}: engine.device is {device}, but {found}; start the container with GPUs or install the driver, "
+        "or serve with --device cpu"
+    )
+
+
 def kill_all(config: Config) -> list[int]:
     """SIGKILL every process of this installation, by its pid files; what `demo` does to it, and a second Ctrl-C. Returns the pids."""
     killed = []
@@ -176,8 +203,11 @@ def kill_all(config: Config) -> list[int]:
 def refuse_early(config: Config) -> None:
     """Refuse what can't be served before anything is made or pulled.
 
-    Raises AlreadyRunning (directory or port are taken), BadKeys, OtherFormat (a store of a later version)
+    Raises ConfigError (a lane directory or a device that can't be), AlreadyRunning (directory or port are taken), BadKeys,
+           OtherFormat (a store of a later version)
     """
+    check_sockets(config)
+    check_device(config)
     lock = config.paths.serve_lock
     if is_held(lock):
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended

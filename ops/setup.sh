@@ -31,10 +31,10 @@ else
 fi
 
 torch=$(grep -E '^torch==' constraints.txt)
-say 2/3 "$torch (the largest part; a minute or so)"
+say 2/3 "$torch: the largest part. Its download shows how far it is; \"Installing collected packages\" then says nothing for a minute or two"
 "$venv/bin/python" -m pip install --constraint constraints.txt "$torch" 'setuptools>=77'
 
-say 3/3 "the other dependencies, and concordia itself"
+say 3/3 "the other dependencies, and concordia itself; after \"Installing collected packages\" silent again for up to two minutes"
 "$venv/bin/python" -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 if ! "$venv/bin/python" -c 'import torch, transformers, lmdb, gateway, tiers, engine, ops' >/dev/null; then
     echo "setup: the environment is damaged, perhaps by an interrupted installation: rm -rf $venv, then make setup" >&2

@@ -101,6 +101,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 session`, `2 sessions`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """A plain table; None is shown as a dash."""
     shown = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -144,8 +149,9 @@ def examples(url: str, config: Config, model_dir: Path) -> tuple[str, str]:
         f"""  -d '{{"model": "{model}", "stream": true, {body}}}'"""
     )
     api_key = 'os.environ["CONCORDIA_API_KEY"]' if config.gateway.api_key else '"-"'
+    imports = "import os\n\nimport openai" if config.gateway.api_key else "import openai"
     python = (
-        f'client = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
+        f'{imports}\n\nclient = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
         f'for part in client.{method}.create(model="{model}", stream=True, {arguments}):\n'
         f'    print(part.choices[0].{part_text} or "", end="", flush=True)'
     )

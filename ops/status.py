@@ -15,6 +15,8 @@ from engine.status_page import StatusPage
 from tiers.paths import Paths
 
 if TYPE_CHECKING:
+    from ops.config import Config
+    from ops.errors import OpsError
     from ops.installation import Installation
 
 
@@ -73,7 +75,7 @@ class Shown:
     """All that is shown. problem: why the gateway said nothing; local: whether its directories are on this machine."""
 
     paths: Paths
-    problem: str = ""
+    problem: OpsError | None = None
     local: bool = True
     engines: list[dict[str, Any]] | None = None
     degraded: list[dict[str, Any]] = field(default_factory=list)
@@ -81,6 +83,19 @@ class Shown:
     sessions: list[dict[str, Any]] = field(default_factory=list)
     processes: list[ProcessRow] = field(default_factory=list)
     lanes: list[LaneRow] = field(default_factory=list)
+
+
+def look(config: Config, url: str | None) -> Shown:
+    """What `collect` finds; of a gateway that wants a key which isn't given, what its directories say."""
+    from ops.client import UNAUTHORIZED, ApiError
+    from ops.installation import find
+
+    try:
+        return collect(find(config, url))
+    except ApiError as error:
+        if error.status != UNAUTHORIZED:
+            raise
+        return Shown(config.paths, error, processes=processes(config.paths), lanes=lanes(config.paths))
 
 
 def collect(here: Installation) -> Shown:
@@ -91,7 +106,7 @@ def collect(here: Installation) -> Shown:
     shown = Shown(here.foreign_paths or here.paths)
     client = here.gateway or here.foreign_gateway
     if client is None:
-        shown.problem = (
+        shown.problem = NotRunning(
             f"no gateway of {here.paths.data_dir} answers; start one by `concordia serve`, or name it by --url"
         )
     else:
@@ -122,8 +137,11 @@ def _is_behind(row: dict[str, Any]) -> bool:
 
 def as_json(shown: Shown) -> dict[str, Any]:
     """For programs."""
+    from ops.errors import NotRunning
+
+    state = "up" if shown.problem is None else "down" if isinstance(shown.problem, NotRunning) else "locked"
     return {
-        "gateway": "down" if shown.problem else "up",
+        "gateway": state,
         "engines": shown.engines,
         "processes": [asdict(row) for row in shown.processes],
         "lanes": [asdict(row) for row in shown.lanes],
@@ -141,7 +159,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
 
 def show(shown: Shown) -> None:
     """For people."""
-    from ops.show import console, table
+    from ops.show import console, counted, table
 
     where = shown.paths.data_dir if shown.local else f"{shown.paths.data_dir} (not on this machine)"
     console.print(f"data directory {where}", highlight=False)
@@ -164,11 +182,12 @@ def show(shown: Shown) -> None:
         waiting = {name: ends["head"] - ends["tail"] for name, ends in shown.keeper.get("lanes", {}).items()}
         lane_rows = [(row.name, f"{row.file_bytes / 2**20:.0f}", waiting.get(row.name)) for row in shown.lanes]
         console.print()
-        console.print(table("lanes", ("engine", "MiB in use", "records not freed"), lane_rows))
+        console.print(table("lanes", ("engine", "size of the file, MiB", "records not freed"), lane_rows))
     if shown.engines is not None:
         behind = lag(shown)
         console.print(
-            f"\n{len(shown.sessions)} sessions; {behind['capture_lag']} tokens wait for a lane, {behind['durable_lag']} for the disk",
+            f"\n{counted(len(shown.sessions), 'session')}; tokens that wait for a lane: {behind['capture_lag']}, "
+            f"for the disk: {behind['durable_lag']}",
             highlight=False,
         )
     behind_most = sorted(shown.sessions, key=lambda row: -row.get("capture_lag", 0) - row.get("durable_lag", 0))

@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from ops.config import Config
-from ops.flags import Command, client_flags, configured, destructive_flags, json_flag, place_flags
+from ops.flags import AT_LEAST_0, Command, client_flags, configured, destructive_flags, json_flag, place_flags
 
 _FILE = click.Path(path_type=Path)
-_AT_LEAST_0 = click.FloatRange(min=0)
 
 
 def _key_flags(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +31,7 @@ def _key_flags(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("target", required=False, type=_FILE, metavar="[FILE]")
 @click.option(
     "--limit-mb-s",
-    type=_AT_LEAST_0,
+    type=AT_LEAST_0,
     default=0.0,
     metavar="N",
     help="Read at most so many MB a second, default as fast as it goes.",
@@ -103,7 +102,7 @@ def recover(config: Config, url: str | None, as_json: bool) -> None:
 
 
 @click.command(cls=Command, exits=(5, 6))
-@click.option("--limit-mb-s", type=_AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second.")
+@click.option("--limit-mb-s", type=AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second.")
 @destructive_flags
 @client_flags
 @json_flag
@@ -191,7 +190,7 @@ def import_command(
 @click.argument("target", metavar="DIRECTORY", type=_FILE)
 @click.option("--no-check", "check", flag_value=False, default=True, help="Don't read it back.")
 @click.option(
-    "--limit-mb-s", type=_AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes.",
+    "--limit-mb-s", type=AT_LEAST_0, default=0.0, metavar="N", help="Read at most so many MB a second, default as fast as it goes.",
 )  # fmt: skip
 @client_flags
 @json_flag
@@ -231,13 +230,13 @@ def restore(
 @click.command(cls=Command, exits=(5,))
 @click.option(
     "--settle-s",
-    type=_AT_LEAST_0,
+    type=AT_LEAST_0,
     default=0.0,
     show_default=True,
     metavar="S",
     help="Leave alone what was used in the last S seconds.",
 )
-@click.option("--grace-s", type=_AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option("--grace-s", type=AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
 @click.option(
     "--shrink", is_flag=True, help="Then make the store's file as small as what is in it: copy, verify, switch."
 )
@@ -267,7 +266,7 @@ def compact(
 
 
 @click.command(cls=Command, exits=(5,))
-@click.option("--grace-s", type=_AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
+@click.option("--grace-s", type=AT_LEAST_0, metavar="S", help="How long what is unnamed stays for restores under way.")
 @click.option(
     "--drop-locked", is_flag=True, help="Give up what is sealed with keys that are not given: they are forgotten."
 )

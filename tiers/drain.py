@@ -102,6 +102,7 @@ class Drain:
         self.failing = ""
         self.deleted = ""  # what became of a store's file that was deleted, for a while after it
         self._deleted_at = 0.0
+        self._is_away = False  # the store's directory was moved while it was open, and may come back
         self._snapshots: dict[tuple[int, int], Snapshot] = {}  # open ones of all processes
         self.cached_bytes = 0  # of the store's file, when it was looked at last
         self.bad_bases: set[SessionKey] = set()  # that could not be made again
@@ -287,6 +288,7 @@ class Drain:
         if self._store is None:
             if time.monotonic() < self._retry_at:
                 raise StoreFailed(self.failing or "the store is closed")
+            begun_anew = self._is_away and not (self.paths.store / "data.mdb").exists()
             try:
                 self._store = Store(
                     self.paths.store,
@@ -297,6 +299,9 @@ class Drain:
             except StoreFailed as error:
                 self._fail(error)
                 raise
+            self._is_away = False
+            if begun_anew:
+                self._say_gone(kept=False)
         return self._store
 
     def _fail(self, error: StoreFailed) -> None:
@@ -321,19 +326,25 @@ class Drain:
                 pass  # said already
 
     def _look_for_file(self, store: Store) -> None:
-        """Was the file deleted? Then what is in it is written to a new one, if that can be; said as long as somebody may want to know."""
-        if store.has_file() or not store.path.exists():
-            return  # or the whole directory is away, and may come back
-        kept = store.rescue()
+        """Was the file deleted, alone or with its directories? Then what is in it is written to a new one, if that can be."""
+        if store.has_file():
+            return
+        if not store.path.exists() and not store.is_deleted():
+            self._is_away = True
+            return
+        self._say_gone(kept=store.rescue())
+
+    def _say_gone(self, *, kept: bool) -> None:
+        """Count and log it; `stats` says it as long as somebody may want to know."""
         what = "rescued" if kept else "lost"
         self.counts[f"store_{what}"] += 1
         self._deleted_at = time.monotonic()
         self.deleted = (
             "the store's file was deleted while it was open; what was in it has been written to a new one"
             if kept
-            else "the store's file was deleted or replaced while it was open; what was only in it is computed again"
+            else "the store's file was deleted, moved or replaced while it was open; what was only in it is computed again"
         )
-        log.error(f"drain.store_{what}", path=str(store.path), hint="nothing but Concordia may write there")
+        log.error(f"drain.store_{what}", path=str(self.paths.store), hint="nothing but Concordia may write there")
 
     def _forget_uncommitted(self, counts: Counter[str]) -> None:
         """The transaction is gone: what was learnt from it is read again from the store."""

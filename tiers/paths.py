@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+SOCKET_PATH_BYTES = 107  # unix(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class Paths:
 
     def engine_socket(self, engine: str) -> Path:
         return self.lane_dir / f"{engine}.sock"
+
+    @property
+    def longest_socket_bytes(self) -> int:
+        """Length of the longest path of a socket; more than SOCKET_PATH_BYTES can't be."""
+        return max(len(os.fsencode(path)) for path in (self.nursery_socket, self.engine_socket("e000")))
 
     @property
     def host_socket(self) -> Path:

@@ -30,6 +30,7 @@ from tiers.store_file import (
     create,
     extended,
     identity,
+    make_directory,
     opening,
     reach,
     set_aside_damaged,
@@ -67,7 +68,7 @@ class Store:
         self._unsafe = self.path / "unsynced"
         safe = durability != "process"
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self.path)
             set_aside_damaged(self.path, self._unsafe)
             if not safe:
                 self._unsafe.write_text(boot_id())
@@ -79,6 +80,7 @@ class Store:
             raise StoreFailed("the store can't be made", where=str(self.path), cause=str(error)) from error
         self._map_bytes = map_bytes
         self._scratch = Scratch()
+        self._file = -1
         self._usage: Usage | None = None
         self.touched: set[tuple[bytes, bytes]] | None = None  # while the file is being copied: what commits change
         self._open_env()
@@ -98,6 +100,7 @@ class Store:
             self._check_version()
             self._know_tenants()
         self._files = identity(self.path)
+        self._file = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)  # tells whether it has a name still
 
     def _know_tenants(self) -> None:
         """Have the keys of all tenants at hand, and say which are missing, and what is stored openly though its key is given."""
@@ -133,7 +136,7 @@ class Store:
         used with another. No reader opens the store in between.
         """
         try:
-            self._env.close()
+            self._close_env()
             with opening(self.path, fcntl.LOCK_EX):
                 failpoints.reach("compact.shrink_switch.before")
                 (self.path / "lock.mdb").unlink(missing_ok=True)
@@ -266,17 +269,22 @@ class Store:
         except OSError:
             return False
 
+    def is_deleted(self) -> bool:
+        """Whether the file that is open here has no name anywhere any more: it wasn't moved, and can't come back."""
+        return self._file >= 0 and os.fstat(self._file).st_nlink == 0
+
     def rescue(self) -> bool:
         """Write what is in a file that was deleted to a new one: it is whole as long as it is open. Call before `close`.
 
         False if there is a file of that name (it was replaced), or if the new one can't be written.
         """
         data, target = self.path / "data.mdb", self.path / "rescue"
-        if data.exists() or not self.path.exists():
+        if data.exists():
             return False
-        shutil.rmtree(target, ignore_errors=True)
         try:
-            target.mkdir(mode=0o700)
+            make_directory(self.path)  # it may have been deleted, too
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(mode=0o700, parents=True)
             self._env.copy(str(target), compact=True)
             sync_file(target / "data.mdb")
             with opening(self.path, fcntl.LOCK_EX):
@@ -300,7 +308,13 @@ class Store:
             self.sync()
             self._unsafe.unlink(missing_ok=True)
         finally:
-            self._env.close()
+            self._close_env()
+
+    def _close_env(self) -> None:
+        self._env.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def _upgrade(txn: Any, databases: dict[bytes, Any]) -> None:

@@ -73,6 +73,12 @@ def check_disk(path: Path) -> None:
         raise StoreFailed("the disk is full", where=str(path), cause=cause)
 
 
+def make_directory(path: Path) -> None:
+    """The store's directory and the data directory around it, for this user only. Raises OSError."""
+    for directory in (path.parent, path):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def create(path: Path) -> None:
     """A new store gets its name when it can be opened, so that a loss of power never leaves half of one. Raises OSError, StoreFailed."""
     if (path / "data.mdb").exists():

@@ -145,9 +145,10 @@ def test_store_deleted_under_the_keeper_is_noticed_and_begun_anew(
     assert drain.counts["store_rescued"] == 1
 
 
+@pytest.mark.parametrize("gone", ["file", "data directory"])
 @pytest.mark.parametrize("noticed", ["at a commit", "by a look"])
 def test_store_that_was_deleted_is_written_anew_with_all_that_was_in_it(
-    noticed: str, world: World, monkeypatch: pytest.MonkeyPatch
+    noticed: str, gone: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has left the lanes is in that file alone, which is whole as long as it is open."""
     monkeypatch.setattr(drain_file, "READER_CHECK_S", 0.0 if noticed == "by a look" else 60.0)
@@ -155,7 +156,10 @@ def test_store_that_was_deleted_is_written_anew_with_all_that_was_in_it(
     world.capture(lane, "a", TOKENS, [40])
     drain = world.drained()
     assert lane.tail == lane.head
-    (world.paths.store / "data.mdb").unlink()
+    if gone == "file":
+        (world.paths.store / "data.mdb").unlink()
+    else:
+        shutil.rmtree(world.paths.data_dir)
     append_rows(lane, "a", 40, TOKENS[40:])
     with structlog.testing.capture_logs() as logs, pytest.raises(StoreFailed):
         if noticed == "at a commit":
@@ -262,6 +266,21 @@ def test_directory_of_the_store_that_is_gone_says_so(world: World) -> None:
     reopened(world, drain)
     drain.close()
     assert world.restorable(TOKENS) == 40 and lane.tail == lane.head
+    assert drain.counts["store_lost"] == drain.counts["store_rescued"] == 0
+
+
+def test_directory_of_the_store_that_stays_away_is_begun_anew_and_said(world: World) -> None:
+    world.capture(world.lane(), "a", TOKENS, [40])
+    drain = world.drained()
+    world.paths.store.rename(world.paths.data_dir / "moved")
+    world.capture(world.lane("e1"), "b", TOKENS, [20])
+    with pytest.raises(StoreFailed, match="can't be reached"):
+        drain.flush(sync=True)
+    assert not drain.stats()["deleted"]
+    reopened(world, drain)
+    assert drain.counts["store_lost"] == 1 and "moved" in drain.stats()["deleted"]
+    drain.close()
+    assert world.restorable(TOKENS) == 20
 
 
 # ---------------------------------------------------------------- two of them, and time

@@ -92,6 +92,14 @@ async def test_failed_sync_is_said_and_its_bytes_are_written_again(tmp_path: Pat
     sync.close()
 
 
+def test_directory_of_journals_that_was_deleted_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "journal" / "s.journal"
+    journal = j.Journal(path)
+    journal.append(*records())
+    assert journal.backlog_bytes == 0 and path.stat().st_size > 0
+    journal.release()
+
+
 async def test_journal_that_is_deleted_meanwhile_is_no_failure(tmp_path: Path) -> None:
     sync = JournalSync(tmp_path, durability="interval")
     j.Journal(tmp_path / "a.journal", written=sync.written).append(*records())

@@ -1,6 +1,7 @@
 """An engine without a model: makes its status page, beats, and ends on SIGTERM. `python -m tests.ops.fake_engine --engine e0 ...`.
 
-`die_at_start` in its settings' model_name makes it end before it is ready; `mute` keeps it from beating after it is ready,
+`die_at_start` in its settings' model_name makes it end before it is ready, `unsupported` as one that never can be;
+`mute` keeps it from beating after it is ready,
 `spin` makes it compute for ever without a beat.
 """
 
@@ -20,6 +21,8 @@ from tiers.paths import Paths
 
 def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     """The same signature as engine.main.run."""
+    if settings["model_name"] == "unsupported":
+        return 3
     if settings["model_name"] == "die_at_start":
         return 7
     paths = Paths(Path(settings["data_dir"]), Path(settings["lane_dir"]))

@@ -154,6 +154,7 @@ class Gateway(BaseHTTPRequestHandler):
     """Answers as the gateway would, and remembers what was asked."""
 
     asked: list[tuple[str, str, str | None]] = []
+    statuses: dict[str, int] = {}
     answers: dict[str, Any] = {
         "/admin/engines": [{"id": "e0", "pid": 7, "state": "ready", "device": "cpu", "stats": {}}],
         "/v1/sessions?all=true": {"object": "list", "data": [{"id": "a b", "tokens": 12}]},
@@ -166,7 +167,7 @@ class Gateway(BaseHTTPRequestHandler):
         self.asked.append((self.command, self.path, self.headers.get("Authorization")))
         known = self.answers.get(self.path)
         body = json.dumps(known if known is not None else {"error": {"message": "no such session"}}).encode()
-        self.send_response(200 if known is not None else 404)
+        self.send_response(self.statuses.get(self.path, 200 if known is not None else 404))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -217,6 +218,22 @@ def test_status_shows_what_the_gateway_says(url: str, tmp_path: Path) -> None:
     assert (result.exit_code, shown["gateway"], shown["engines"][0]["id"]) == (0, "up", "e0")
 
 
+def test_status_without_the_key_shows_what_runs_and_that_a_key_is_needed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = Paths.at(tmp_path / "data", tmp_path / "lanes").make()
+    pid_file.write(paths.pid_file("serve"), pid=os.getpid())
+    paths.lane("e0").write_bytes(b"x" * 8192)
+    monkeypatch.setitem(Gateway.statuses, "/admin/engines", 401)
+    places = ("--url", url, "--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir))
+    result = concordia("status", *places)
+    assert result.exit_code == 1 and "running" in result.stdout and "e0" in result.stdout
+    assert result.stderr == "concordia: the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file\n"
+    assert json.loads(concordia("status", "--json", *places).stdout)["gateway"] == "locked"
+    said = concordia("config", "--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir)).stdout
+    assert f"(pid {os.getpid()}) and may have been given other flags" in said
+
+
 def test_status_shows_the_directory_that_the_gateway_serves(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +261,19 @@ def test_a_refused_serve_leaves_nothing(tmp_path: Path) -> None:
     assert result.exit_code == 5
     assert not (tmp_path / "new").exists()
     assert not Paths.at(tmp_path / "new").lane_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(("--lane-dir", "/dev/shm/" + "x" * 90), "is too long"), (("--device", "cuda:9"), "engine.device is cuda:9")],
+)
+def test_what_can_never_serve_is_refused_before_anything_is_made(
+    flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = concordia("serve", "--data-dir", str(tmp_path / "new"), "--port", str(free_port()), *flags)
+    assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
+    assert not Path("/dev/shm", "x" * 90).exists()
 
 
 def free_port() -> int:

@@ -64,6 +64,7 @@ def test_every_value_remembers_where_it_came_from(data_dir: Path) -> None:
             "[engine]\ndtype = 'int8'",
             "engine.dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'int8'",
         ),
+        ("[gateway]\ndrain_s = nan", "gateway.drain_s must be a number, not nan"),
         ("[engine]\ndevice = 'tpu'", "engine.device = 'tpu' is not a device: expected auto, cpu, cuda or cuda:N"),
         ("gateway = 3", "gateway is a section; write [gateway] and its keys below"),
         ("[gateway", "not TOML"),
@@ -123,6 +124,14 @@ def test_other_addresses_need_an_api_key(data_dir: Path) -> None:
     assert "no API key is set" in refused(data_dir, gateway__host="0.0.0.0")
     assert load(data_dir, gateway__host="0.0.0.0", gateway__api_key="k").gateway.host == "0.0.0.0"
     assert load(data_dir, gateway__host="::1").gateway.host == "::1"
+
+
+def test_a_data_directory_that_is_a_file_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("")
+    for data_dir, said in ((file, "it is a file; name a directory"), (file / "data", f"{file} is a file; name a")):
+        with pytest.raises(ConfigError, match=f"flag --data-dir: {data_dir} can't be the data directory: {said}"):
+            config.load({"data_dir": str(data_dir)}, environment={})
 
 
 def test_a_named_file_must_be_there_and_may_set_the_data_dir(data_dir: Path) -> None:

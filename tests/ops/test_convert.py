@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ops import convert
+from ops import convert, gguf_file
+from ops.errors import ModelError
 
 
 def written(path: Path, *, quantised: bool) -> Path:
@@ -31,6 +32,23 @@ def written(path: Path, *, quantised: bool) -> Path:
 def test_only_a_file_with_blocks_of_few_bits_is_quantised(tmp_path: Path) -> None:
     assert convert.is_quantised(written(tmp_path / "a.gguf", quantised=True))
     assert not convert.is_quantised(written(tmp_path / "b.gguf", quantised=False))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_file_is_whole_or_cut_wherever_it_ends(quantised: bool, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.gguf", quantised=quantised)
+    gguf_file.check(file)
+    data = file.read_bytes()
+    for end in range(0, len(data) - 32, 3):
+        file.write_bytes(data[:end])
+        with pytest.raises(ModelError, match="is cut|no GGUF file"):
+            gguf_file.check(file)
+
+
+def test_sizes_of_blocks_are_those_of_the_format() -> None:
+    gguf = pytest.importorskip("gguf")
+    known = {int(kind): tuple(block) for kind, block in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind: known[kind] for kind in gguf_file.BLOCKS} == gguf_file.BLOCKS
 
 
 def test_matrices_are_rounded_to_half_and_nothing_else() -> None:

@@ -40,7 +40,7 @@ def with_engine(config: Config, **options: Any) -> Config:
 def test_capture_on_a_gpu(
     config: Config, monkeypatch: pytest.MonkeyPatch, devices: int, cupy: bool, machine: str, launch: str, level: str, word: str
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(doctor, "_cuda_count", lambda: devices)
+    monkeypatch.setattr(doctor.cuda_lane, "device_count", lambda: devices)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy else None)
     monkeypatch.setattr("platform.machine", lambda: machine)
     found = doctor.handlers(with_engine(config, capture_launch=launch))
@@ -60,7 +60,7 @@ def test_capture_on_a_gpu(
 def test_whether_a_gpu_writes_into_the_lanes(
     config: Config, monkeypatch: pytest.MonkeyPatch, devices: int, launch: str, reason: str, level: str, word: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_cuda_count", lambda: devices)
+    monkeypatch.setattr(doctor.cuda_lane, "device_count", lambda: devices)
     monkeypatch.setattr(doctor.cuda_lane, "why_not", lambda directory, index: reason)
     found = doctor.lane_in_place(with_engine(config, capture_launch=launch))
     assert (found.level, word in found.found) == (level, True), found

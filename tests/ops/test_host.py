@@ -232,6 +232,12 @@ async def test_engine_that_never_starts_backs_off_and_is_given_up(paths: Paths) 
     assert time.monotonic() - began > 0.1 + 0.2 + 0.4, "starts must come ever slower"
 
 
+async def test_engine_that_can_never_serve_is_not_started_again(paths: Paths, nursery: bool) -> None:
+    agent = Agent(agent_settings(paths, nursery=nursery, engines=1, model_name="unsupported"))
+    with pytest.raises(ModelError, match="e0 ended once"):
+        await agent.run()
+
+
 def test_waits_double_up_to_the_limit() -> None:
     backoff = Backoff(100, 1000, 60)
     assert [backoff.wait_s(deaths) for deaths in (1, 2, 3, 4, 5, 99)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]

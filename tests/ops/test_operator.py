@@ -56,7 +56,8 @@ def test_serve_refuses_it_before_it_starts_anything(place: Place) -> None:
         ("verify", "--limit-mb-s", "-1"), ("repair", "--limit-mb-s", "-1"), ("compact", "--settle-s", "-1"),
         ("backup", "somewhere", "--limit-mb-s", "-1"),
         ("compact", "--grace-s", "-1"), ("gc", "--grace-s", "-1"), ("inspect", "e0", "--limit", "0"),
-        ("inspect", "e0", "--from", "-1"),
+        ("inspect", "e0", "--from", "-1"), ("verify", "--limit-mb-s", "nan"), ("compact", "--settle-s", "inf"),
+        ("drain", "e0", "--timeout", "nan"), ("migrate", "chat", "e0", "--timeout", "-1"),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import struct
 import subprocess
 import sys
 import threading
@@ -145,6 +147,28 @@ def test_an_unusable_cache_is_said(tmp_path: Path) -> None:
 def test_an_unknown_name_says_what_is_known(cache: Path) -> None:
     with pytest.raises(ModelError, match="smollm2"):
         pull.pull("smolm2", cache)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is no GGUF file: it is empty"),
+        (b"\x7fELF and more", "is no GGUF file: it begins with b'\\x7fELF'"),
+        (b"GGUF\x03\x00", "is cut: it ends after 6 bytes"),
+        (struct.pack("<4sIQQ", b"GGUF", 9, 1, 1), "of version 9"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 1 << 60), "24 bytes can't hold"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "holds no weights"),
+        (struct.pack("<4sIQQQ", b"GGUF", 3, 1, 0, 1 << 40) + bytes(64), "doesn't end within its 96 bytes"),
+    ],
+)
+def test_a_broken_gguf_file_is_refused_before_anything_is_imported(
+    data: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "run_converter", None)
+    file = tmp_path / "own.gguf"
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=re.escape(f"{file} ") + ".*" + re.escape(said)):
+        pull.ensure(str(file), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
