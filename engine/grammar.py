@@ -18,6 +18,7 @@ import structlog
 import torch
 
 from engine.errors import BadRequest
+from engine.messages import grammar_fuel
 
 log = structlog.get_logger()
 
@@ -119,10 +120,11 @@ class Grammars:
         return matcher
 
     def _compile(self, grammar: str, stop_tokens: tuple[int, ...]) -> Any:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = read_vocabulary(self._model_dir, self._vocab_count, stop_tokens)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=grammar_fuel(grammar))
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # builds what all later masks share
         if matcher.is_error():
             raise _failed(matcher)

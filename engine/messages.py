@@ -15,6 +15,7 @@ from typing import Union
 import msgspec
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+FUEL_LEAST, FUEL_A_CHARACTER, FUEL_MOST = 100_000, 50, 1_000_000  # 100,000 are about 0.1 s (docs/lab.md)
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
@@ -41,6 +42,14 @@ def adapter_root(root: bytes, digest: str) -> bytes:
 def unpack_tokens(data: bytes) -> list[int]:
     """Inverse of `pack_tokens`."""
     return array("i", data).tolist()
+
+
+def grammar_fuel(grammar: str) -> int:
+    """What building a grammar may cost, as llguidance counts it (`initial_lexer_fuel`): in proportion to what was sent.
+
+    With llguidance's own default "(a{1000}){1000}" takes seconds of a core before it is found to be too large.
+    """
+    return min(FUEL_MOST, FUEL_LEAST + FUEL_A_CHARACTER * len(grammar))
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

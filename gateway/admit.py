@@ -16,7 +16,7 @@ from engine.messages import pack_tokens
 from gateway import openai_schema as schema
 from gateway.chat_template import AnswerStart, ChatTemplate, no_chat_template
 from gateway.choices import choice_seed
-from gateway.errors import ApiError, bad_request, not_found, not_supported
+from gateway.errors import ApiError, bad_request, not_found, not_supported, quoted
 from gateway.grammar import answer_rule, grammar_of
 from gateway.journal import GroupSpec, StreamSpec
 from gateway.openai_schema import ChatRequest, CompletionRequest, Request, Wish
@@ -81,7 +81,7 @@ class Admission:
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name and name not in self._adapters:
-            message = f"model: there is no model {name!r} here; GET /v1/models lists what is served"
+            message = f"model: there is no model {quoted(name)} here; GET /v1/models lists what is served"
             raise not_found(message, "model_not_found", "model")
 
     def specs(
@@ -185,7 +185,7 @@ class Admission:
     def _adapter(self, request: Request) -> str:
         """Digest of the adapter that the request names, by `adapter` or as its model. Raises ApiError."""
         if request.adapter and request.adapter not in self._adapters:
-            message = f"adapter: there is no adapter {request.adapter!r}; GET /v1/models lists what is loaded"
+            message = f"adapter: there is no adapter {quoted(request.adapter)}; GET /v1/models lists what is loaded"
             raise not_found(message, "adapter_not_found", "adapter")
         return self._adapters.get(request.adapter or request.model, "")
 

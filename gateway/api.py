@@ -5,6 +5,7 @@ Runs on the event loop. `docs/api.md` documents every endpoint, header and error
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
-from gateway.errors import ApiError, bad_request, forbidden, not_found, unauthorized
+from gateway.encodings import TooLarge, unpack
+from gateway.errors import ApiError, bad_request, forbidden, not_found, quoted, unauthorized
 from gateway.host_link import HostLink
 from gateway.sessions import SessionRecord, SessionTable
 from gateway.sse import EventForm
@@ -103,7 +105,7 @@ async def find_stream(request: web.Request) -> Stream | Group:
     stream = await gateway.table.fetch(stream_id) or await gateway.groups.fetch(stream_id) if stream_id else None
     if stream is None or not request[CALLER].owns(namespace_of(stream)):
         raise not_found(
-            f"there is no stream {text!r}, or it ended longer ago than streams are kept", "stream_not_found"
+            f"there is no stream {quoted(text)}, or it ended longer ago than streams are kept", "stream_not_found"
         )
     return stream
 
@@ -122,7 +124,7 @@ def is_set(request: web.Request, name: str) -> bool:
     """A yes or no of the query; no if it isn't there. Raises ApiError if it is neither."""
     given = request.query.get(name, "").lower()
     if given not in ("", "0", "1", "false", "true"):
-        raise bad_request(f"{name}: expected true or false, got {given!r}", name)
+        raise bad_request(f"{name}: expected true or false, got {quoted(given)}", name)
     return given in ("1", "true")
 
 
@@ -132,7 +134,7 @@ def find_session(request: web.Request) -> SessionRecord:
     session = caller.session(request.match_info["session"])
     record = request.app[GATEWAY].sessions.get(session)
     if record is None or not caller.owns(record.namespace):
-        raise not_found(f"there is no session {caller.shown(session)!r}", "session_not_found")
+        raise not_found(f"there is no session {quoted(caller.shown(session))}", "session_not_found")
     return record
 
 
@@ -161,7 +163,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         return error_response(_translate(request, error))
     except web.RequestPayloadError as error:
-        return _unreadable(request, error)
+        log.info("request.unreadable", path=request.path, error=str(error))
+        return _unreadable(request)
     except (ConnectionResetError, TimeoutError):
         raise
     except Exception as error:  # a bug in one request must not end the others
@@ -170,9 +173,10 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(ApiError(500, message, code="internal_error"))
 
 
-def _unreadable(request: web.Request, error: web.RequestPayloadError) -> web.Response:
-    """The body is not what its encoding says; what is left of it can't be read either, so the connection ends."""
-    response = error_response(bad_request(f"the body can't be unpacked: {error}", code="invalid_body"))
+def _unreadable(request: web.Request) -> web.Response:
+    """The body breaks off within its own chunks; what is left of it can't be read either, so the connection ends."""
+    hint = "it is not as long, or not in such chunks, as its headers say"
+    response = error_response(bad_request(f"the body can't be read: {hint}", code="invalid_body"))
     response.force_close()
     request.content.feed_eof()  # or aiohttp would try to read the rest, and log a traceback
     return response
@@ -210,11 +214,18 @@ def body_too_large(request: web.Request, limit: int) -> ApiError:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body, bounded. Raises ApiError or aiohttp's own 413."""
+    """The whole body, unpacked and bounded. Raises ApiError or aiohttp's own 413."""
     limit = request.app[GATEWAY].config.gateway.max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise body_too_large(request, limit)
-    return await request.read()
+    body = await request.read()
+    encoding = ", ".join(request.headers.getall("Content-Encoding", []))
+    if not encoding:
+        return body
+    try:
+        return await asyncio.to_thread(unpack, body, encoding, limit)
+    except TooLarge as error:
+        raise body_too_large(request, limit) from error
 
 
 def _log_request(request: web.Request, status: int, seconds: float) -> None:

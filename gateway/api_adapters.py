@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.api import GATEWAY, json_response, read_body
-from gateway.errors import ApiError, bad_request, not_found, unavailable
+from gateway.errors import ApiError, bad_request, not_found, quoted, unavailable
 from gateway.openai_schema import SESSION_ID, decode
 
 LOAD_TIMEOUT_S = 60.0
@@ -52,7 +52,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
     wish: UnloadRequest = decode(await read_body(request), UnloadRequest)
     digest = gateway.adapters.names.get(wish.lora_name)
     if digest is None:
-        raise not_found(f"lora_name: there is no adapter {wish.lora_name!r}", "adapter_not_found", "lora_name")
+        raise not_found(f"lora_name: there is no adapter {quoted(wish.lora_name)}", "adapter_not_found", "lora_name")
     if gateway.adapters.remove(wish.lora_name):
         gateway.dispatcher.unload_adapter(digest)
     return json_response({"id": wish.lora_name, "object": "adapter", "digest": digest, "loaded": False})

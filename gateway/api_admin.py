@@ -14,7 +14,8 @@ from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, json_response, read_body
 from gateway.api_sessions import session_view
 from gateway.engines import Engine
-from gateway.errors import bad_request, conflict, not_found
+from gateway.errors import bad_request, conflict, not_found, quoted
+from gateway.openai_schema import decode_object
 from gateway.sessions import SessionRecord
 from gateway.tenancy import named
 
@@ -28,9 +29,8 @@ async def get_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     gateway = request.app[GATEWAY]
     if name != gateway.config.model_name and name not in gateway.adapters.names:
-        raise not_found(
-            f"model: there is no model {name!r} here; GET /v1/models lists what is served", "model_not_found", "model"
-        )
+        message = f"model: there is no model {quoted(name)} here; GET /v1/models lists what is served"
+        raise not_found(message, "model_not_found", "model")
     return json_response(_model(request, name))
 
 
@@ -106,10 +106,7 @@ async def adopt_session(request: web.Request) -> web.Response:
     """Take the record and the token list of a session whose state `concordia import` has put into the store."""
     gateway = request.app[GATEWAY]
     session = request[CALLER].session(request.match_info["session"])
-    try:
-        given = msgspec.json.decode(await read_body(request), type=Imported)
-    except msgspec.MsgspecError as error:
-        raise bad_request(f"not an imported session: {error}", code="invalid_json") from error
+    given: Imported = decode_object(await read_body(request), Imported)
     if len(given.tokens) % 4:
         raise bad_request("tokens: must be packed int32", code="invalid_value", param="tokens")
     if named(session)[1] != named(session, given.record.namespace)[1]:

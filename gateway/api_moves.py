@@ -11,9 +11,10 @@ from aiohttp import web
 from engine import messages as m
 from gateway.api import GATEWAY, Gateway, find_session, find_stream, json_response, read_body
 from gateway.engines import Engine
-from gateway.errors import ApiError, bad_request, conflict, not_found
+from gateway.errors import ApiError, bad_request, conflict, not_found, quoted
 from gateway.following import IdleSession
 from gateway.migration import Move
+from gateway.openai_schema import decode_object
 from gateway.sessions import SessionRecord
 from gateway.streams import Stream
 
@@ -100,11 +101,7 @@ async def restart_engine(request: web.Request) -> web.Response:
 
 
 async def _body(request: web.Request, form: type[Any]) -> Any:
-    data = await read_body(request)
-    try:
-        wish = msgspec.json.decode(data or b"{}", type=form)
-    except msgspec.MsgspecError as error:
-        raise bad_request(f"the body: {error}", code="invalid_body") from error
+    wish = decode_object(await read_body(request) or b"{}", form)
     if wish.timeout_s < 0:
         raise bad_request(f"timeout_s: must be at least 0, got {wish.timeout_s:g}", "timeout_s", "out_of_range")
     return wish
@@ -113,7 +110,7 @@ async def _body(request: web.Request, form: type[Any]) -> Any:
 def _engine(gateway: Gateway, name: str) -> Engine:
     engine = gateway.dispatcher.engines.get(name)
     if engine is None:
-        raise not_found(f"there is no engine {name!r}; GET /admin/engines lists them", "engine_not_found")
+        raise not_found(f"there is no engine {quoted(name)}; GET /admin/engines lists them", "engine_not_found")
     if not engine.ready:
         raise conflict(f"{name} can't be reached now (it is {engine.state}); try again")
     return engine

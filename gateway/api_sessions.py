@@ -11,7 +11,7 @@ from aiohttp import web
 from engine.messages import adapter_root, pack_tokens, unpack_tokens
 from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, is_set, json_response, read_body
-from gateway.errors import ApiError, conflict, not_found
+from gateway.errors import ApiError, conflict, not_found, quoted
 from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
 from gateway.sessions import SessionRecord
@@ -76,7 +76,9 @@ async def _fork_tokens(gateway: Gateway, record: SessionRecord, wish: ForkReques
     stream = await gateway.table.fetch(stream_id) if stream_id in record.streams else None
     if stream is None:
         raise not_found(
-            f"stream: session {own_name(record.session)!r} has no stream {wish.stream!r}", "stream_not_found", "stream"
+            f"stream: session {own_name(record.session)!r} has no stream {quoted(wish.stream)}",
+            "stream_not_found",
+            "stream",
         )
     return pack_tokens(stream.tokens)
 

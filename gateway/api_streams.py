@@ -13,7 +13,7 @@ from gateway.api import CALLER, GATEWAY, STREAM, asks_all, find_stream, json_res
 from gateway.api_answers import client_left, form_of, parts_of
 from gateway.choices import Group
 from gateway.delivery import serve_events
-from gateway.errors import bad_request
+from gateway.errors import bad_request, quoted
 from gateway.streams import Stream
 from gateway.tenancy import own_name
 
@@ -31,17 +31,18 @@ async def list_streams(request: web.Request) -> web.Response:
 async def get_stream(request: web.Request) -> web.StreamResponse:
     """What comes after the cursor, as SSE; or the answer so far, as JSON."""
     gateway = request.app[GATEWAY]
-    start = _cursor(request) + 1
+    cursor = _cursor(request)
     stream = await find_stream(request)
     request[STREAM] = stream.id
     if _wants_json(request):
         view = {**form_of(gateway, stream).answer(stream), "stream": stream_view(stream)}
         return json_response(view, headers=stream_headers(stream))
+    _check_end(request, stream, form_of(gateway, stream).ready_count(stream) - 1, cursor)
     metrics.resumed_readers.labels(stream.state).inc()
     keepalive_s = gateway.config.gateway.keepalive_s
     try:
         return await serve_events(
-            request, stream, form_of(gateway, stream), stream_headers(stream), start=start, keepalive_s=keepalive_s
+            request, stream, form_of(gateway, stream), stream_headers(stream), start=cursor + 1, keepalive_s=keepalive_s
         )
     finally:
         client_left(gateway, stream)
@@ -101,7 +102,7 @@ def _last_event_id(stream: Stream) -> int:
 
 def _cursor(request: web.Request) -> int:
     """The last event that the client has; -1: none. `?from=` wins over the header; an empty header is none, as browsers send it."""
-    name = "from" if "from" in request.query else "Last-Event-ID"
+    name = _cursor_name(request)
     text = request.query["from"] if name == "from" else request.headers.get(name, "")
     if name != "from" and not text.strip():
         return -1
@@ -115,8 +116,20 @@ def _cursor(request: web.Request) -> int:
     return cursor
 
 
+def _check_end(request: web.Request, stream: Stream | Group, last: int, cursor: int) -> None:
+    """Nobody has seen an event behind the last one: such a cursor is another stream's, or made up. Raises ApiError."""
+    if stream.end is not None and cursor > last:
+        name, hint = _cursor_name(request), "leave it out to read from the beginning"
+        said = f"must be at most {last}, the last event of this stream, which has ended, got {cursor}"
+        raise bad_request(f"{name}: {said}; {hint}", name, "out_of_range")
+
+
+def _cursor_name(request: web.Request) -> str:
+    return "from" if "from" in request.query else "Last-Event-ID"
+
+
 def _wants_json(request: web.Request) -> bool:
     form = request.query.get("format", "")
     if form not in ("", "json", "sse"):
-        raise bad_request(f"format: expected json or sse, got {form!r}", "format")
+        raise bad_request(f"format: expected json or sse, got {quoted(form)}", "format")
     return form == "json" or (not form and request.headers.get("Accept", "").startswith("application/json"))

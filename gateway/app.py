@@ -83,7 +83,12 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
     gateway, collector = compose(config, tasks)
     metrics.registry.register(collector)
     runner = web.AppRunner(
-        make_app(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=0.1, keepalive_timeout=75.0
+        make_app(gateway),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.1,
+        keepalive_timeout=75.0,
+        auto_decompress=False,  # gateway/encodings.py
     )
     try:
         await runner.setup()

@@ -71,7 +71,10 @@ class SseReader:
             data = self._form.events(self._stream, self.next, end)
             self.next = end
             self._write(data)
-        if self._stream.end is not None:
+        if self._stream.end is not None and self.next > ready:
+            said = f"the stream has ended with event {ready - 1}, before the cursor {self.next - 1}"
+            self.fail(400, "out_of_range", f"{said}; read it from the beginning")
+        elif self._stream.end is not None:
             self._finish()
 
     def comment(self, text: str) -> None:

@@ -476,7 +476,7 @@ class Dispatcher:
     def _on_forced(self, stream: Stream, message: m.Forced) -> None:
         if stream.recovery is not None:
             stream.recovery = stream.recovery.force(message.token_count, message.ms)
-        elif not stream.token_count:
+        elif not stream.token_count and stream.epoch == stream.started_epoch:
             stream.prefill_ms = round(message.ms, 3)
 
     def _on_captured(self, engine: Engine, message: m.Captured) -> None:

@@ -45,7 +45,8 @@ class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
     state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
-            or `lane_gone`; `budget_held` keeps nothing back yet: a budget is used up by what may not be evicted
+            or `lane_gone`; `journal_failing` keeps no state, but streams from being written down; `budget_held` keeps nothing
+            back yet: a budget is used up by what may not be evicted
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
@@ -65,6 +66,8 @@ HINTS = {
     "over_budget": "sessions least recently used are evicted; if none can be: raise tiers.disk_budget_bytes or store_map_bytes, "
     "unpin or end sessions",
     "budget_held": "what is live or pinned isn't evicted: unpin or end sessions, or raise the budget",
+    "journal_failing": "answers go on, but would not survive the gateway: free disk space, or make the journal directory writable; "
+    "it is tried again every few seconds",
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
@@ -323,6 +326,11 @@ class Durability:
             found["budget_held", "", row["tenant"]] = (
                 f"{row['used']} of {whose} {row['limit']} bytes are taken by sessions that are live or pinned"
             )
+        troubles = self._table.journal_troubles()
+        if troubles:
+            found["journal_failing", "", ""] = (
+                f"streams whose journal can't be written: {len(troubles)} ({troubles[0]})"
+            )
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
             grew = times > self._lane_full.get(engine.name, times)
@@ -375,7 +383,7 @@ class Durability:
             if row.state in ("lane_full", "lane_share_full", "lane_gone"):
                 if row.engine in engines and captured + 1 < tokens:
                     return row.state
-            elif durable < captured and row.state not in ("store_deleted", "budget_held"):
+            elif durable < captured and row.state not in ("store_deleted", "budget_held", "journal_failing"):
                 return row.state
         return ""
 

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+QUOTED_LIMIT = 100  # characters of a request's own value in a message
 TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -48,6 +51,12 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def quoted(value: object) -> str:
+    """A value of a request as a message repeats it, cut where it is long: text in quotes, anything else as JSON."""
+    said = repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return said if len(said) <= QUOTED_LIMIT else said[:QUOTED_LIMIT] + "…"
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -10,9 +10,17 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from gateway.errors import ApiError, bad_request, not_supported
+from engine.messages import grammar_fuel
+from gateway.errors import ApiError, bad_request, not_supported, quoted
+from gateway.json_types import json_type
 
 REASON_LIMIT = 300  # characters
+_TOO_LARGE = (
+    "fuel exhausted",
+    "too big",
+    "too many",
+    "precomputation failed",
+)  # how llguidance says that a limit was reached
 # Between JSON's tokens: enough for any indentation a model likes, and an end to it.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}"}
 _OF_A_SCHEMA = '{"grammars":[{"name":"json_schema",'
@@ -66,29 +74,40 @@ def check(grammar: str, field: str) -> None:
     """Raises ApiError if a grammar can't be compiled."""
     from llguidance import LLMatcher
 
-    failed, said = LLMatcher.validate_grammar_with_warnings(grammar)
+    failed, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits(grammar))
     if failed:
         raise _refused(field, said[0].strip().split("\n   1 | start:")[0] if said else "unknown reason")
-    if _matches_nothing(grammar):
+    trouble = _trouble_at_its_begin(grammar)
+    if trouble.startswith("NoExtensionBias"):
         reason = "nothing can match it; give a rule or $ref that begins with itself a way out of itself"
         raise ApiError(400, f"{field}: {reason}", code="invalid_grammar", param=field)
+    if any(words in trouble for words in _TOO_LARGE):
+        reason = "it stands for too much; have it repeat less, above all what is repeated within something repeated"
+        raise ApiError(400, f"{field}: {reason}", code="invalid_grammar", param=field)
+
+
+def limits(grammar: str) -> Any:
+    """What looking at a grammar may cost."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=grammar_fuel(grammar))
 
 
 def _refused(field: str, reason: object) -> ApiError:
     return ApiError(400, f"{field}: it can't be compiled: {reason}", code="invalid_grammar", param=field)
 
 
-def _matches_nothing(grammar: str) -> bool:
-    """Whether no byte may come first, and no empty answer either. What else is wrong with it, the model's own tokens show."""
+def _trouble_at_its_begin(grammar: str) -> str:
+    """Why no answer can begin, in llguidance's words; "" if one can. What else is wrong with it, the model's own tokens show."""
     from llguidance import LLMatcher
 
-    if grammar.startswith(_OF_A_SCHEMA) and "$ref" not in grammar:
-        return False  # a large schema takes as long again to look at
-    matcher = LLMatcher(_bytes_vocabulary(), grammar, log_level=0)
-    if matcher.is_error():
-        return False  # it names tokens of a model
-    matcher.compute_bitmask()
-    return bool(matcher.is_error() and matcher.get_error().startswith("NoExtensionBias"))
+    if grammar.startswith(_OF_A_SCHEMA) and "$ref" not in grammar and '"pattern' not in grammar:
+        return ""  # a large schema takes as long again to look at
+    matcher = LLMatcher(_bytes_vocabulary(), grammar, log_level=0, limits=limits(grammar))
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    if mask.bit_count() == 1 and not matcher.is_error():  # what must come was looked at as well; the first step tells
+        matcher.consume_token(mask.bit_length() - 1)
+    return str(matcher.get_error()) if matcher.is_error() else ""
 
 
 @lru_cache(maxsize=1)
@@ -111,8 +130,8 @@ def json_grammar(field: str, schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
-        kind = "null" if schema is None else type(schema).__name__
-        raise bad_request(f"{field}: expected a JSON schema, an object, got {kind}", field, "invalid_type")
+        said = f"{field}: expected a JSON schema, an object, got {json_type(schema)}"
+        raise bad_request(said, field, "invalid_type")
     try:
         return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:  # such as a number of hundreds of digits
@@ -177,7 +196,7 @@ def _response_format(request: Any) -> Wished:
         return "response_format", "json_object", True
     if form != "json_schema":
         served = "text, json_object, json_schema"
-        raise not_supported("response_format", f"response_format: type must be one of {served}, got {form!r}")
+        raise not_supported("response_format", f"response_format: type must be one of {served}, got {quoted(form)}")
     field = "response_format.json_schema"
     wrapped = given.get("json_schema")
     if not isinstance(wrapped, dict):

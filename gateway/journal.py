@@ -3,7 +3,7 @@
 One `os.write` a stream and engine step, into the page cache: that survives the process. What survives the machine's power is
 `gateway/journal_sync.py`.
 A torn tail is the end of the journal. A full disk never stops a stream: what couldn't be written waits in memory and is
-tried again, and `journal_backlog_bytes` shows it.
+tried again; `journal_backlog_bytes` and the degraded state `journal_failing` show it.
 
 Record: 16-byte header (u32 body length, u16 type, u16 magic, u64 xxh3_64 of type and body), then the body in msgpack.
 Bodies of a tenant that has a key are sealed (`gateway/sealing.py`); the checksum is of the sealed body.
@@ -224,6 +224,7 @@ class Journal:
         self._backlog = bytearray()
         self._closing = False
         self._told = False
+        self.trouble = ""  # why the last write failed; "" once one succeeded
         self._fresh = good_bytes is None
 
     def append(self, *records: Record) -> None:
@@ -254,7 +255,8 @@ class Journal:
             written = self._write(waiting)
             trouble = "" if written == len(waiting) else "short write"
         except OSError as error:
-            written, trouble = 0, str(error)
+            written, trouble = 0, error.strerror or str(error)
+        self.trouble = trouble
         if trouble:
             self._failed(trouble, len(waiting) - written)
         self._end += written
@@ -279,13 +281,21 @@ class Journal:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
         try:
             fd = os.open(self.path, flags, 0o600)
-        except FileNotFoundError:  # somebody deleted the directory
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileNotFoundError:
+            self._make_directory()
             fd = os.open(self.path, flags, 0o600)
         self._written(self.path, is_new=self._fresh)
         self._fresh = False
         os.ftruncate(fd, self._end)  # drops a torn tail
         return fd
+
+    def _make_directory(self) -> None:
+        """Somebody deleted it, and the journals of streams that have ended with it."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log.error(
+            "deliver.journal_directory_made", path=str(self.path.parent),
+            hint="it was deleted or moved: earlier streams can't be read back, nor can another gateway resume those that were live then",
+        )  # fmt: skip
 
 
 def read_records(data: bytes, opened: Seal = as_it_is) -> Iterator[tuple[Record, int]]:

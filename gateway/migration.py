@@ -21,7 +21,7 @@ import structlog
 from engine import messages as m
 from gateway import following, metrics, placement
 from gateway import journal as j
-from gateway.errors import ApiError, conflict, not_found
+from gateway.errors import ApiError, conflict, not_found, quoted
 
 if TYPE_CHECKING:
     from gateway.dispatch import Dispatcher
@@ -122,7 +122,9 @@ class Moves:
         source = self._dispatcher.engines.get(stream.engine)
         target = self._dispatcher.engines.get(target_name)
         if target is None:
-            raise not_found(f"there is no engine {target_name!r}; GET /admin/engines lists them", "engine_not_found")
+            raise not_found(
+                f"there is no engine {quoted(target_name)}; GET /admin/engines lists them", "engine_not_found"
+            )
         if stream.id in self.moves:
             raise conflict(f"stream {stream.id} is being moved to {self.moves[stream.id].target} already")
         if stream.end is not None or source is None or stream.id not in source.streams or not source.ready:

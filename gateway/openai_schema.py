@@ -14,7 +14,8 @@ import msgspec
 
 from engine.messages import Sampling
 from gateway.chat_template import AnswerStart
-from gateway.errors import ApiError, bad_request, not_supported
+from gateway.errors import ApiError, bad_request, not_supported, quoted
+from gateway.json_types import in_json_words, json_type
 
 INTEGER_LIMIT = (1 << 63) - 1
 STOP_COUNT_LIMIT = 16
@@ -323,7 +324,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 def _token_ids(given: list[Any], where: str) -> list[int]:
     for index, item in enumerate(given):
         if not isinstance(item, int) or isinstance(item, bool):
-            said = f"{where}[{index}]: expected a token id, got {_type_name(item)}"
+            said = f"{where}[{index}]: expected a token id, got {json_type(item)}"
             raise bad_request(said, "prompt", "invalid_type")
     return given
 
@@ -348,6 +349,16 @@ def decode(body: bytes, form: type) -> Any:
         raise bad_request("the body is nested too deeply", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(body, str(error)) from error
+
+
+def decode_object(body: bytes, form: type) -> Any:
+    """As `decode`, for what operators send: one code for everything that is JSON and not the object that is expected."""
+    try:
+        return decode(body, form)
+    except ApiError as error:
+        if error.code == "invalid_json":
+            raise
+        raise bad_request(error.message, error.param, "invalid_body") from error
 
 
 def _malformed(body: bytes, cause: str) -> ApiError:
@@ -382,7 +393,7 @@ def _wrong_type(cause: str, body: bytes) -> ApiError:
     if missing:
         field = f"{path}.{missing['field']}" if path else missing["field"]
         return bad_request(f"{field}: is required", field, "missing_required_parameter")
-    what = match["what"].replace("`", "")
+    what = in_json_words(match["what"])
     if what in ("Number out of range", "Integer value out of range"):
         return bad_request(f"{path or 'the body'}: the number does not fit in 64 bits", path or None, "out_of_range")
     if _is_large(path, body):
@@ -436,6 +447,9 @@ def _check_counts(request: Request) -> None:
         raise bad_request(
             f"stop_token_ids: at most {STOP_TOKENS_LIMIT}, got {len(stops)}", "stop_token_ids", "out_of_range"
         )
+    if request.allowed_token_ids == []:
+        hint = "name at least one, or leave it out"
+        raise bad_request(f"allowed_token_ids: with no token at all there is no answer; {hint}", "allowed_token_ids")
     allowed, words = request.allowed_token_ids or [], request.bad_words or []
     if len(allowed) > ALLOWED_TOKENS_LIMIT:
         raise bad_request(
@@ -488,7 +502,9 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdigit():
-            raise bad_request(f"logit_bias: its keys must be token ids, got {key!r}", "logit_bias", "invalid_type")
+            raise bad_request(
+                f"logit_bias: its keys must be token ids, got {quoted(key)}", "logit_bias", "invalid_type"
+            )
         if len(key) > TOKEN_ID_DIGITS:
             said = f"logit_bias: a key of {len(key)} digits is no token id"
             raise bad_request(said, "logit_bias", "out_of_range")
@@ -516,7 +532,8 @@ def _stops(stop: str | list[str] | None) -> list[str]:
 
 def _session(field: str | None, header: str | None) -> str:
     if field and header and field != header:
-        raise bad_request(f"session_id: body says {field!r}, X-Session-Id says {header!r}; send one", "session_id")
+        said = f"body says {quoted(field)}, X-Session-Id says {quoted(header)}"
+        raise bad_request(f"session_id: {said}; send one", "session_id")
     session = field or header or ""
     return check_session_id(session) if session else ""
 
@@ -525,7 +542,7 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
     content = message.content
     if message.role not in ROLES:
         field = f"messages[{index}].role"
-        raise bad_request(f"{field}: must be one of {', '.join(ROLES)}, got {message.role!r}", field)
+        raise bad_request(f"{field}: must be one of {', '.join(ROLES)}, got {quoted(message.role)}", field)
     if content is None and message.role not in MAY_BE_SILENT:
         field = f"messages[{index}].content"
         raise bad_request(f"{field}: must be text or a list of parts, not null", field, "invalid_type")
@@ -565,12 +582,8 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
 def _part_text(part: dict[str, Any], where: str) -> str:
     kind = part.get("type")
     if kind not in ("text", "input_text", "output_text"):
-        raise not_supported(where, f"{where}: only parts of type 'text' are served, got {kind!r}")
+        raise not_supported(where, f"{where}: only parts of type 'text' are served, got {quoted(kind)}")
     text = part.get("text")
     if not isinstance(text, str):
-        raise bad_request(f"{where}.text: expected str, got {_type_name(text)}", where, "invalid_type")
+        raise bad_request(f"{where}.text: expected string, got {json_type(text)}", where, "invalid_type")
     return text
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

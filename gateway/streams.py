@@ -75,6 +75,7 @@ class Stream:
         self.epoch = 0
         self.engine = ""
         self.started: j.StartedRecord | None = None
+        self.started_epoch = 0  # the epoch that `started` tells of
         self.recoveries: list[j.Recovery] = []
         self.migrations: list[j.Migration] = []
         self.finish = ""
@@ -119,7 +120,8 @@ class Stream:
             case j.Placed():
                 self.epoch, self.engine = record.epoch, record.engine
             case j.StartedRecord():
-                self.started = self.started or record
+                if self.started is None:
+                    self.started, self.started_epoch = record, self.epoch
             case j.Recovery():
                 self.recoveries.append(record)
             case j.Migration():
@@ -331,6 +333,11 @@ class StreamTable:
                     self.live[stream.id] = stream
                     streams.append(stream)
         return streams
+
+    def journal_troubles(self) -> list[str]:
+        """Of each stream whose journal can't be written right now: why."""
+        journals = [stream.journal for stream in (*self.live.values(), *self._unwritten)]
+        return [journal.trouble for journal in journals if journal is not None and journal.trouble]
 
     async def forget(self, stream_ids: list[str]) -> None:
         """Delete finished streams and their journals."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import bad_request, not_supported
+from gateway.errors import bad_request, not_supported, quoted
 from gateway.grammar import JSON_OPTIONS, check, lark_grammar
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -56,7 +56,7 @@ def plan_of(request: Any, form: str) -> ToolPlan:
     named = choice not in ("auto", "required")
     wanted = [tool for tool in tools if not named or tool["function"]["name"] == choice]
     if not wanted:
-        raise bad_request(f"tool_choice: there is no tool {choice!r} in tools", "tool_choice")
+        raise bad_request(f"tool_choice: there is no tool {quoted(choice)} in tools", "tool_choice")
     rules = _rules(wanted, form, several=not named and request.parallel_tool_calls is not False)
     if choice == "auto":
         return ToolPlan(tools, names, form, rules=rules)

@@ -112,6 +112,14 @@ def test_a_grammar_is_compiled_once(tiny_dir: Path) -> None:
     grammars.close()
 
 
+def test_a_grammar_that_stands_for_too_much_is_refused(tiny_dir: Path) -> None:
+    grammars = Grammars(tiny_dir, 512, (2,))
+    matcher = grammars.prepare(LLMatcher.grammar_from_regex("(a{1000}){1000}"), STOP, []).result()
+    with pytest.raises(BadRequest, match="make it simpler"):
+        matcher.advance(np.flatnonzero(matcher.allowed().numpy())[:1].tolist())
+    grammars.close()
+
+
 def test_the_vocabulary_is_read_before_the_engine_serves(tiny_dir: Path, start_engine: Start) -> None:
     grammar_module._vocabularies.clear()
     engine = start_engine().engine

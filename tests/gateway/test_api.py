@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from pathlib import Path
@@ -40,9 +41,36 @@ async def test_errors_over_http_have_one_shape(world: World) -> None:
 
 
 async def test_body_that_is_not_what_its_encoding_says_is_the_clients_error(world: World) -> None:
-    headers = {"Content-Encoding": "gzip"}
-    async with world.http.post("/v1/completions", data=b"zzz", headers=headers) as response:
-        assert response.status == 400
+    cases = [("gzip", b"zzz"), ("br", b"zzz"), ("snappy", b"{}"), ("gzip", gzip.compress(b"{"))]
+    for (encoding, sent), code in zip(cases, ["invalid_body"] * 3 + ["invalid_json"], strict=True):
+        got, _, answer = await world.post("/v1/completions", sent, headers={"Content-Encoding": encoding})
+        assert (got, answer["error"]["code"]) == (400, code)
+    bomb = gzip.compress(b" " * (9 << 20), 1)
+    got, _, answer = await world.post("/v1/completions", bomb, headers={"Content-Encoding": "gzip"})
+    assert (got, answer["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_what_is_json_and_not_what_an_operator_sends_has_one_code(world: World) -> None:
+    record = {"session": 5, "namespace": "default", "created": 1.0, "last_used": 1.0}
+    for path, sent, code, said in (
+        ("/admin/sessions/x", b"[1]", "invalid_body", "expected object, got array"),
+        ("/admin/sessions/x", {"record": record, "tokens": ""}, "invalid_body", "record.session: expected string"),
+        ("/admin/sessions/x", b"{", "invalid_json", "line 1"),
+        ("/admin/engines/e0/drain", b"[1]", "invalid_body", "expected object, got array"),
+        ("/admin/engines/e0/drain", {"timeout": 1}, "invalid_body", "unknown field timeout"),
+        ("/admin/engines/e0/drain", b"{", "invalid_json", "line 1"),
+    ):
+        status, _, answer = await world.post(path, sent)
+        assert (status, answer["error"]["code"]) == (400, code), path
+        assert said in answer["error"]["message"]
+
+
+async def test_a_name_that_is_not_there_is_not_repeated_in_full(world: World) -> None:
+    long = "m" * 100_000
+    for more, code in (({"model": long}, "model_not_found"), ({"adapter": long}, "adapter_not_found")):
+        status, _, answer = await world.post("/v1/chat/completions", chat(**more))
+        assert (status, answer["error"]["code"]) == (404, code)
+        assert len(answer["error"]["message"]) < 300
 
 
 async def test_a_long_prompt_is_admitted_beside_the_event_loop(world: World) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.messages import Sampling, TokenLogprobs, pack_tokens
 from gateway import journal as j
+from gateway.durability import Durability
+from gateway.journal_sync import JournalSync
+from gateway.sessions import SessionTable
 from gateway.streams import StreamTable, new_stream_id, parse_stream_id
 from gateway.tokenizer import TokenIdText
 
@@ -131,6 +136,45 @@ def test_disk_that_refuses_stops_no_stream_and_gets_everything_later(
     kinds = [type(record).__name__ for record, _ in j.read_records(path.read_bytes())]
     assert kinds == ["StreamSpec", "Tokens", "Tokens", "End"]
     table.close()
+
+
+def test_a_deleted_directory_is_made_again_by_the_next_stream(tmp_path: Path) -> None:
+    directory = tmp_path / "data" / "journal"
+    table = StreamTable(directory, TokenIdText())
+    earlier = table.open(spec(new_stream_id()))
+    shutil.rmtree(tmp_path / "data")
+    earlier.record(j.Tokens(2, pack_tokens([12])))
+    with capture_logs() as logs:
+        streams = [table.open(spec(new_stream_id())) for _ in range(2)]
+    assert [entry["event"] for entry in logs] == ["deliver.journal_directory_made"]
+    assert table.journal_troubles() == []
+    table.close()
+    again = StreamTable(directory, TokenIdText())
+    assert {stream.id for stream in again.load_live()} == {stream.id for stream in streams}
+    again.close()
+
+
+async def test_journals_that_cannot_be_written_are_a_degraded_state_until_they_are(tmp_path: Path) -> None:
+    directory = tmp_path / "journal"
+    table, sessions, sync = StreamTable(directory, TokenIdText()), SessionTable(tmp_path / "s"), JournalSync(directory)
+    durability = Durability(tmp_path / "no keeper", table, sessions, list, sync)
+    directory.rmdir()
+    directory.write_text("where the directory was")
+    streams = [table.open(spec(new_stream_id())) for _ in range(2)]
+    streams[0].record(j.End("stop", "stop", 1.0))
+    table.retire(streams[0])
+    await durability.look()
+    (row,) = durability.rows()
+    assert row["state"] == "journal_failing" and "2 (Not a directory)" in row["reason"]
+    assert durability.of_session(3, 2, 4, [], "default") == "", "it keeps no state from where it should be"
+    directory.unlink()
+    await table.sweep(retention_s=60)
+    await durability.look()
+    assert durability.rows() == []
+    assert sorted(path.stem for path in directory.iterdir()) == sorted(stream.id for stream in streams)
+    table.close()
+    sessions.close()
+    sync.close()
 
 
 async def test_sweep_deletes_what_ended_too_long_ago(tmp_path: Path) -> None:

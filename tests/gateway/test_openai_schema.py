@@ -32,7 +32,7 @@ def refusal(body: Any, parse: Any = schema.parse_chat) -> ApiError:
 
 
 CASES = [
-    ({"temperature": "hot"}, "temperature", "expected float"),
+    ({"temperature": "hot"}, "temperature", "expected number or null, got string"),
     ({"temperature": -0.1}, "temperature", "at least 0"),
     ({"temperature": 2.1}, "temperature", "at most 2"),
     ({"top_p": 0}, "top_p", "above 0"),
@@ -98,6 +98,9 @@ CASES = [
     ({"guided_json": {"type": "integer", "minimum": 10**400}}, "guided_json", "compiled"),
     ({"guided_json": "[" * 100_000}, "guided_json", "no JSON"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "a way out of itself"),
+    ({"regex": "(a{1000}){1000}"}, "regex", "stands for too much"),
+    ({"grammar": "start: /(a{1000}){1000}/"}, "grammar", "stands for too much"),
+    ({"guided_json": {"type": "string", "pattern": "^(a{1000}){1000}$"}}, "guided_json", "stands for too much"),
     ({"grammar": "start: b\nb: b"}, "grammar", "a way out of itself"),
     *[
         ({"grammar": text}, "grammar", "can't be compiled")
@@ -124,6 +127,7 @@ CASES = [
     ({"bad_words": ["x"] * 129}, "bad_words", "at most 128"),
     ({"allowed_token_ids": ["x"]}, "allowed_token_ids[0]", "int"),
     ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "at most 4096"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "name at least one"),
     ({"length_penalty": 2}, "length_penalty", "not served"),
     ({"repeat_penalty": 1.1}, "repeat_penalty", "send repetition_penalty"),
     ({"add_generation_prompt": 0}, "add_generation_prompt", "bool"),
@@ -150,7 +154,7 @@ TEXT_CASES = [
     ({"prompt": ["a", "b"], "best_of": 2}, "best_of", "one prompt"),
     ({"prompt": [[1], [2, "a"]]}, "prompt", "prompt[1][1]: expected a token id, got str"),
     ({"prompt": [1, "a"]}, "prompt", "prompt[1]: expected a token id, got str"),
-    ({"prompt": [1.5]}, "prompt", "got float"),
+    ({"prompt": [1.5]}, "prompt", "got number"),
     ({"prompt": 5}, "prompt", "int"),
     ({"logprobs": True}, "logprobs", "int"),
     ({"echo": True, "logprobs": 1}, "echo", "log probabilities"),
@@ -167,6 +171,18 @@ def test_completion_field_is_named(more: dict, param: str, said: str) -> None:
     error = refusal({**TEXT, **more}, schema.parse_completion)
     assert error.param == param
     assert said in error.message
+
+
+def test_what_a_request_says_is_repeated_in_part_only() -> None:
+    long = "x" * 100_000
+    for more in (
+        {"messages": [{"role": long, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": long}]}]},
+        {"response_format": {"type": long}},
+        {"response_format": {"type": {long: long}}},
+        {"logit_bias": {long: 1}},
+    ):
+        assert len(refusal({**CHAT, **more}).message) < 300
 
 
 def test_malformed_json_says_where() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from engine import messages as m
 from gateway import journal as j
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine, token_at
@@ -74,6 +75,32 @@ async def test_everything_killed_a_stored_stream_goes_on_at_a_new_engine(world: 
     session = await world.get("/v1/sessions/s-1")
     assert session["turns"] == 1
     assert session["tokens"] == len(engine.submits[-1].tokens) // 4 + 12
+
+
+async def test_timing_tells_of_the_first_start_though_everything_was_killed_in_its_prefill(world: World) -> None:
+    first = world.engines[0]
+    first.allow(0)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(store=True)))
+    await world.until(lambda: has_submits(first))
+    stream, epoch = first.submits[0].stream, first.submits[0].epoch
+    first.send(m.Started(stream, epoch, "restored", "", {"disk": 5}, 18, 5, 11.0, 22.0))
+    await world.until(lambda: has_begun(world))
+    await world.kill_gateway()
+    await task
+    await first.kill()
+    await world.start_gateway()
+    second = await world.engine("e0", 2, budget=0)
+    await world.until(lambda: has_submits(second))
+    second.send(m.Forced(stream, second.submits[0].epoch, 0, 333.0))
+    second.allow(None)
+    got = await world.events("GET", f"/v1/streams/{stream}")
+    assert got.finish_reason == "length"
+    assert got.concordia["timing"] == {"wait_ms": 11.0, "restore_ms": 22.0, "prefill_ms": 0.0}
+    assert got.concordia["recoveries"] == [], "no gateway was there to see it"
+
+
+async def has_begun(world: World) -> bool:
+    return (await world.get("/v1/streams"))["data"][0]["state"] == "live"
 
 
 async def test_engine_works_under_an_epoch_that_is_no_longer_ours(world: World) -> None:

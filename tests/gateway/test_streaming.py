@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from engine import messages as m
+from gateway import metrics
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
 from tests.gateway.fake_engine import token_at
 
@@ -47,6 +48,40 @@ async def test_every_cursor_gives_exactly_what_comes_after(world: World) -> None
         by_query = await world.events("GET", path, params={"from": str(cursor)})
         by_header = await world.events("GET", path, headers={"Last-Event-ID": str(cursor)})
         assert by_query.events == by_header.events == sse.events[cursor + 1 :]
+
+
+async def test_a_cursor_behind_the_last_event_is_said(world: World) -> None:
+    engine = world.engines[0]
+    sse = await world.events("POST", "/v1/chat/completions", chat())
+    path, last = f"/v1/streams/{sse.headers['X-Stream-Id']}", sse.ids[-1]
+    assert (await world.events("GET", path, params={"from": str(last - 1)})).events == [(last, "[DONE]")]
+    at_end = await world.events("GET", path, params={"from": str(last)})
+    assert (at_end.status, at_end.events, at_end.errors) == (200, [], [])
+    for cursor in (last + 1, 9999):
+        for options in ({"params": {"from": str(cursor)}}, {"headers": {"Last-Event-ID": str(cursor)}}):
+            answer = await world.get(path, **options)
+            assert answer["error"]["code"] == "out_of_range"
+            assert f"at most {last}" in answer["error"]["message"]
+    engine.allow(3)
+    live, begun = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat())), live_reads()
+    stream_id = await world.until(lambda: delivered(world, 3))
+    early, late = (
+        asyncio.create_task(world.events("GET", f"/v1/streams/{stream_id}", params={"from": cursor}))
+        for cursor in ("5", "9999")
+    )
+    await world.until(lambda: has_read(begun + 2))
+    engine.allow(None)
+    assert (await early).events == (await live).events[6:], "it comes: it waits for it"
+    assert (await late).events == []
+    assert (await late).errors[0]["code"] == "out_of_range"
+
+
+def live_reads() -> float:
+    return metrics.registry.get_sample_value("concordia_resumed_readers_total", {"state": "live"}) or 0.0
+
+
+async def has_read(count: float) -> bool:
+    return live_reads() >= count
 
 
 async def test_stop_string_ends_the_stream_and_tells_the_engine_where(world: World) -> None:
