@@ -50,12 +50,14 @@ class Gather:
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Bandwidth, then the cost of each way."""
+    """Of each shape and batch, bandwidth and the cost of each way."""
     rows = []
     for name, layers in _MODELS.items():
         for sequences in _BATCHES[:1] if lab.quick else _BATCHES:
-            rows.append(_bandwidth(lab, name, Gather(lab, layers, sequences), sequences))
-    return rows + _added(lab)
+            gather = Gather(lab, layers, sequences)
+            rows.append(_bandwidth(lab, name, gather, sequences))
+            rows += _added(lab, f"{name}, {sequences} sequences", gather)
+    return rows
 
 
 def _bandwidth(lab: Lab, name: str, gather: Gather, sequences: int) -> Row:
@@ -70,9 +72,8 @@ def _bandwidth(lab: Lab, name: str, gather: Gather, sequences: int) -> Row:
                gigabytes(gather.byte_count / baseline), baseline / seconds, ">= 0.9", f"{seconds * 1e6:.1f} us")  # fmt: skip
 
 
-def _added(lab: Lab) -> list[Row]:
-    """Time that a capture of 8 sequences adds to a step, by each way to launch."""
-    gather = Gather(lab, _MODELS["8B"], 8)
+def _added(lab: Lab, what: str, gather: Gather) -> list[Row]:
+    """Time that a capture adds to a step, by each way to launch."""
     step = _step(lab)
     without = _per_step(lab, step, lambda: None)
     inside = max(0.0, _inside(lab, gather) - without)
@@ -83,9 +84,8 @@ def _added(lab: Lab) -> list[Row]:
     }
     if unsupported():
         del ways["executor"]
-    rows = [
-        Row("rows", "added to a step inside its graph", inside * 1e6, "us", without * 1e6, inside / without, "<= 0.01")
-    ]
+    case = f"{what}, added to a step"
+    rows = [Row("rows", f"{case} inside its graph", inside * 1e6, "us", without * 1e6, inside / without, "<= 0.01")]
     for name, make in ways.items():
         launcher = make()
         try:
@@ -93,9 +93,7 @@ def _added(lab: Lab) -> list[Row]:
         finally:
             launcher.close()
         added = max(0.0, seconds - without)
-        rows.append(
-            Row("rows", f"added to a step by {name}", added * 1e6, "us", without * 1e6, added / without, "<= 0.01")
-        )
+        rows.append(Row("rows", f"{case} by {name}", added * 1e6, "us", without * 1e6, added / without, "<= 0.01"))
     return rows
 
 

@@ -26,6 +26,7 @@ RAW = ZLIB[2:-4]
         (RAW, "deflate", BODY),
         (b"", "gzip", b""),
     ],
+    ids=["plain", "gzip", "upper case", "two members", "deflate", "raw deflate", "empty"],
 )
 def test_a_packed_body_is_what_was_packed(sent: bytes, encoding: str, meant: bytes) -> None:
     assert unpack(sent, encoding, len(meant)) == meant
@@ -43,6 +44,7 @@ def test_a_packed_body_is_what_was_packed(sent: bytes, encoding: str, meant: byt
         (GZIP[:-1] + b"\x77", "gzip", "is not gzip"),
         (GZIP + b"more", "gzip", "is not gzip"),
     ],
+    ids=["unknown", "two", "long", "no gzip", "no deflate", "cut", "flipped", "more behind"],
 )
 def test_any_other_is_refused_and_told_what_is_taken(sent: bytes, encoding: str, said: str) -> None:
     with pytest.raises(ApiError) as caught:
