@@ -22,6 +22,7 @@ import numpy as np
 import structlog
 import torch
 
+from engine import messages
 from engine.adapters import Adapters
 from engine.arena import Arena
 from engine.attention import ArenaCache
@@ -51,7 +52,6 @@ from tiers.view import StoreReader
 
 log = structlog.get_logger()
 
-EXIT_UNSUPPORTED = 3
 EXIT_DEVICE = 70
 EXIT_FENCED = 71
 _LEASE_S = 15.0
@@ -74,7 +74,7 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     except (UnsupportedModel, UnsupportedDevice) as error:
         log.error("engine.unsupported", engine=engine, reason=str(error))
         page.set_state("failed")
-        return EXIT_UNSUPPORTED
+        return messages.EXIT_UNSUPPORTED
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     open_tiers(loop)

@@ -14,6 +14,7 @@ from typing import Union
 
 import msgspec
 
+EXIT_UNSUPPORTED = 3  # of an engine that can never serve this model or on this device
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FUEL_LEAST, FUEL_A_CHARACTER, FUEL_MOST = 100_000, 50, 1_000_000  # 100,000 are about 0.1 s (docs/lab.md)
 

@@ -51,7 +51,6 @@ POLL_S = 0.01  # state of a page, or of the nursery's child, that is about to ch
 REAP_LOOKS = 500  # until the nursery has noticed what the host agent has noticed
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
 HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the settings are wrong
-NEVER_SERVES = 3  # exit code of an engine that can never serve this model or device (engine/main.py EXIT_UNSUPPORTED)
 QUICK_RESTARTS = 5
 RESTART_LOOK_S = 0.05
 SUBSCRIBER_BUFFER_BYTES = 1 << 20
@@ -365,7 +364,10 @@ class HostAgent:
             if watch is None:
                 watch = await self._start(engine)
             down = await self._live(watch)
-            lived_s, never_serves = time.monotonic() - watch.started, down is None and watch.exit_code == NEVER_SERVES
+            lived_s, never_serves = (
+                time.monotonic() - watch.started,
+                down is None and watch.exit_code == messages.EXIT_UNSUPPORTED,
+            )
             watch = None
             if self._stopping.is_set():
                 return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import json
 import os
 import selectors
@@ -30,7 +29,7 @@ from tiers.errors import OverBudget, StoreFailed, TierError
 from tiers.keeper_jobs import Busy, Jobs
 from tiers.keeper_operations import Operations
 from tiers.layout import RootId, SequenceId
-from tiers.lock import is_held
+from tiers.lock import is_held, take
 from tiers.paths import Paths
 from tiers.rebuild import from_wire
 from tiers.settings import TierSettings
@@ -253,19 +252,13 @@ class Keeper:
 
 
 def _take_lock(path: Path) -> TextIO:
-    """Only one keeper works on a store. A killed one's lock may take a moment to go."""
+    """Only one keeper works on a store."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = open(path, "a+")
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                lock.close()
-                raise SystemExit(f"another keeper works on {path.parent}; use another --data-dir") from None
-            time.sleep(0.05)
+    if not take(lock, LOCK_WAIT_S):
+        lock.close()
+        raise SystemExit(f"another keeper works on {path.parent}; use another --data-dir")
+    return lock
 
 
 def _listen(path: Path) -> socket.socket:

@@ -6,16 +6,14 @@ Source: docs/log-format.md
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
-import time
 from pathlib import Path
 
 import structlog
 
-from tiers import media
+from tiers import lock, media
 from tiers.errors import LaneBusy, OtherFormat
 from tiers.lane_format import PAGE, data_offset, geometry_bytes, lane_size, parse_geometry
 from tiers.media import Place
@@ -81,18 +79,12 @@ def make_device_lane(path: Path, lane_bytes: int, record_count: int, version: in
 
 
 def lock_writer(path: Path, busy_s: float) -> int:
-    """Open `path` and hold it as its writer. A killed writer's lock goes late, after the kernel has freed its memory: so wait a little."""
+    """Open `path` and hold it as its writer. Raises LaneBusy if another one has it for `busy_s`."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    deadline = time.monotonic() + busy_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(file)
-                raise LaneBusy("another process writes this lane", where=str(path)) from None
-            time.sleep(0.01)
+    if not lock.take(file, busy_s):
+        os.close(file)
+        raise LaneBusy("another process writes this lane", where=str(path))
+    return file
 
 
 def read_geometry(place: Place) -> tuple[int, int, int, int] | None:

@@ -1,9 +1,14 @@
-"""Whether somebody holds an flock on a file, without taking part in it: asked by whoever must not outlive the holder."""
+"""Locks on files (flock): taken by a writer, whose predecessor may still be dying; asked about by who must not outlive the holder."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from pathlib import Path
+from typing import TextIO
+
+RETRY_S = 0.01
 
 
 def is_held(path: str | os.PathLike[str] | int) -> bool:
@@ -21,3 +26,19 @@ def is_held(path: str | os.PathLike[str] | int) -> bool:
         if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
             return True
     return False
+
+
+def take(file: int | TextIO, timeout_s: float) -> bool:
+    """Hold an exclusive flock on an open file, within `timeout_s`; False if another process keeps it.
+
+    A killed holder's lock goes late, after the kernel has freed its memory.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(RETRY_S)
