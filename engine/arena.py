@@ -361,16 +361,22 @@ class Arena:
                 self.applier.flush()
 
     def copy_in_by_framework(self, piece: Piece) -> None:
-        """`copy_in` by one copy a group."""
+        """`copy_in` by one copy a group; on a host by numpy, which needs less than torch to find the rows."""
         slot, start, end = piece.slot, piece.start, piece.end
-        sources = self._typed(piece.frame, piece.token_count, piece.groups)
-        for group, at, source in zip(self.groups, self.group_windows, sources, strict=True):
+        sources = self.layout.views(piece.frame, piece.token_count, piece.groups)
+        for index, (at, source) in enumerate(zip(self.group_windows, sources, strict=True)):
             first = max(start, piece.firsts[at])
             if first >= end:
                 continue
             assert source.shape[1], "a needed window's rows are missing from the frame"
             base, skip = slot.bases[at], piece.take[0] - start
-            group[slot.index, :, first - base : end - base].copy_(source[:, first + skip : end + skip])
+            rows = source[:, first + skip : end + skip]
+            if self.words:
+                words = self.words[index][slot.index, :, first - base : end - base]
+                np.copyto(words, rows.view(words.dtype))
+            else:
+                group = self.groups[index]
+                group[slot.index, :, first - base : end - base].copy_(torch.from_numpy(rows).view(group.dtype))
 
     def copy_prefix(self, source: Slot, target: Slot, token_count: int) -> None:
         """Rows of the first `token_count` tokens of one slot -> another, with the points before their end."""

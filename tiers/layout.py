@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NewType
 
 import numpy as np
@@ -113,7 +114,12 @@ def sequence_id(stream: str, epoch: int) -> SequenceId:
 def block_id(parent: BlockId, tokens: np.ndarray | bytes) -> BlockId:
     """Id of the block that holds `tokens` (int32 little-endian) after `parent`."""
     data = tokens if isinstance(tokens, bytes) else np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-    return BlockId(hashlib.blake2b(parent + data, digest_size=16, person=b"concordia-block").digest())
+    return _block_id(parent + data)
+
+
+@lru_cache(1 << 13)  # a restore asks for those of its prefix again for each look and each block
+def _block_id(content: bytes) -> BlockId:
+    return BlockId(hashlib.blake2b(content, digest_size=16, person=b"concordia-block").digest())
 
 
 def block_chain(root: RootId, namespace: str, tokens: np.ndarray, block_tokens: int) -> list[BlockId]:

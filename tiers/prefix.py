@@ -158,11 +158,12 @@ def _open_track(lane: LaneReader, header: RecordHeader) -> Track | None:
 class Reading:
     """One look at lanes and store. Got from `PrefixFinder.reading()`; frames it hands out live as long as its with-block."""
 
-    def __init__(self, view: View, index: LaneIndex) -> None:
+    def __init__(self, view: View, index: LaneIndex, ahead: ReadAhead) -> None:
         self._view = view
         self._index = index
         self._lane_frames: dict[LaneRef, np.ndarray] = {}
-        self._ahead = ReadAhead(READ_AHEAD_BYTES)
+        self._ahead = ahead
+        ahead.begin()
 
     def find(
         self, root: RootId, namespace: str, tokens: np.ndarray, *, limit: int, block_tokens: int, start: int = 0
@@ -355,6 +356,7 @@ class PrefixFinder:
         self._store = store
         self._lanes = LaneSet(lane_dir, keys=store.keys)
         self._index = LaneIndex(self._lanes)
+        self._ahead = ReadAhead(READ_AHEAD_BYTES)
         self.unusable = ""  # why the store can't be opened
 
     @contextmanager
@@ -363,7 +365,7 @@ class PrefixFinder:
         tails = self._index.gather()
         with self._snapshot() as view:
             self._index.refresh(tails, view)
-            reading = Reading(view, self._index)
+            reading = Reading(view, self._index, self._ahead)
             yield reading
             reading.check()
 

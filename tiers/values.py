@@ -16,7 +16,6 @@ from xxhash import xxh3_64_intdigest
 
 from tiers.errors import BadBlock
 from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId
-from tiers.pages import populate_read
 from tiers.track import PointPlace
 
 VALUE_MAGIC = b"CBLK"
@@ -206,8 +205,6 @@ def unpack_value(raw: Any, kind: int, where: str) -> Value:
     magic, version, found, checksum, count, start, parent, root, _, last = VALUE.unpack_from(data.data)
     if magic != VALUE_MAGIC or version not in READABLE_VERSIONS or found != kind or data.size < frame_offset(count):
         raise BadBlock("a stored value has no valid header", where=where)
-    if data.size >= 1 << 16:
-        populate_read(data)
     if xxh3_64_intdigest(data[CHECKED_FROM:].data) != checksum:
         raise BadBlock("a stored value's checksum is wrong", where=where)
     tokens = data[VALUE.size : VALUE.size + 4 * count].tobytes()
