@@ -258,6 +258,8 @@ class Engine:
     def _tell_again(self, sequence: Sequence) -> None:
         if sequence.started:
             self.link.send(sequence.started)
+        for scored in sequence.scored:
+            self.link.send(scored)
         if sequence.outputs:
             self.link.send(m.Step(sequence.outputs))
 
@@ -388,7 +390,9 @@ class Engine:
             if not self._admissible(sequence):
                 continue
             submit, tokens = sequence.submit, sequence.array()
-            limit = len(tokens) - 1
+            limit = sequence.reusable
+            if sequence.scoring:
+                sequence.reason = "log probabilities of the prompt were asked for"
             own = self.follower.claim(submit.stream)
             choice = choose_slot(self.arena.slots, tokens, submit.namespace, submit.session, limit, submit.adapter)
             while choice is None and (gave_way := self.follower.make_room()) is not None:
@@ -425,7 +429,9 @@ class Engine:
             self.waiting.remove(sequence)
             self._refuse(sequence, "bad_grammar", str(error))
             return False
-        return sequence.recovering or not any(self._computes_for(sequence, other) for other in self.active)
+        if sequence.recovering or sequence.scoring:
+            return True
+        return not any(self._computes_for(sequence, other) for other in self.active)
 
     def _computes_for(self, sequence: Sequence, other: Sequence) -> bool:
         """At least a block of `sequence` is about to be there, because `other` begins with it."""
@@ -500,7 +506,7 @@ class Engine:
         tokens = sequence.array()
         rows = min(slot.length, sequence.damage.limit) if self.kinds.append_only else sequence.device_tokens
         points = frozenset(at for at in slot.points if at <= rows)
-        plan = self.lookup.plan(sequence, tokens, len(tokens) - 1, Resident(rows, (), -1, points))
+        plan = self.lookup.plan(sequence, tokens, sequence.reusable, Resident(rows, (), -1, points))
         slot.length = plan.device
         self._follow(sequence, plan)
 
@@ -540,11 +546,30 @@ class Engine:
         self.cache.begin([sequence.slot], [start], end - start)
         self.adapters.begin([sequence.submit.adapter])
         wanted = end == len(sequence.tokens) and not sequence.finish
-        logits = self.model.forward([sequence.tokens[start:end]], [start], self.cache, logits=wanted)
-        self.speeds.saw_prefill(end - start, time.perf_counter() - began)
+        if sequence.scoring:
+            logits = self._score(sequence, start, end)
+        else:
+            logits = self.model.forward([sequence.tokens[start:end]], [start], self.cache, logits=wanted)
+            self.speeds.saw_prefill(end - start, time.perf_counter() - began)
         self.counters.prefill_tokens += end - start
         self._computed(sequence, end)
-        return self._sample(sequence, logits[0]) if logits is not None else []
+        return self._sample(sequence, logits[0]) if logits is not None and wanted else []
+
+    def _score(self, sequence: Sequence, start: int, end: int) -> torch.Tensor:
+        """A chunk of a prompt whose tokens' log probabilities are wanted: tell them. Returns the last token's logits (1, vocab)."""
+        submit, rows = sequence.submit, list[m.TokenLogprobs]()
+        following = sequence.prompt[start + 1 : end + 1]
+        for logits in self.model.score(sequence.tokens[start:end], start, self.cache):
+            targets = following[len(rows) : len(rows) + len(logits)]
+            rows += [
+                logprobs_of(row, token, submit.sampling.logprobs) for row, token in zip(logits, targets, strict=False)
+            ]
+            self.page.beat()
+        self._check_fence()
+        if rows:
+            sequence.scored.append(m.Scored(*sequence.key, start + 1, rows))
+            self.link.send(sequence.scored[-1])
+        return logits
 
     def _decode(self, action: Action) -> list[m.Output]:
         """One token of each sequence: forced while the next one is known, sampled at the end of the list."""

@@ -218,6 +218,8 @@ class Submit(Message, frozen=True):
     grammar        what the tokens after the prompt must match, as llguidance takes it; "" if anything goes
     capture        False: nothing of it is written to the lane, and its device memory is free again when it ends
     adapter        digest of the adapter to compute with, "" for none; a `LoadAdapter` came before
+    scored         log probabilities of the prompt's tokens are wanted too (`Scored`), and so many are known: of tokens [1, scored + 1);
+                   -1: they aren't
     """
 
     stream: str
@@ -233,6 +235,7 @@ class Submit(Message, frozen=True):
     grammar: str = ""
     capture: bool = True
     adapter: str = ""
+    scored: int = -1
 
 
 class LoadAdapter(Message, frozen=True):
@@ -355,6 +358,15 @@ class Forced(Message, frozen=True):
     ms: float
 
 
+class Scored(Message, frozen=True):
+    """Log probabilities of the prompt's tokens from `position` on, each given those before it. All come before the first `Output`."""
+
+    stream: str
+    epoch: int
+    position: int
+    rows: list[TokenLogprobs]
+
+
 class Step(Message, frozen=True):
     """All new tokens of one step."""
 
@@ -427,7 +439,7 @@ class Stats(Message, frozen=True):
 
 
 FromEngine = Union[
-    Hello, Started, Forced, Step, Captured, Refused, Parked, Followed, Released, Draining, Stats, AdapterReady
+    Hello, Started, Forced, Scored, Step, Captured, Refused, Parked, Followed, Released, Draining, Stats, AdapterReady
 ]
 
 # ---------------------------------------------------------------- host agent <-> gateway

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from engine.states import StateShape
 from tiers.layout import Layout, RootId
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Rows whose logits are there at a time: as many as the packed vocabulary multiplies at once (engine/linear.py); 16 MB of the largest.
+_SCORED_AT_ONCE = 16
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _UNKNOWN_LAYERS = {
     "chunked_attention",
@@ -70,9 +73,7 @@ class Model:
         """Run the rows of a step: tokens (rows, count), each row from its own position. Returns logits (rows, vocab) of the last column."""
         if cache.exact == "tokens" and (len(tokens) > 1 or len(tokens[0]) > 1):
             return self._token_by_token(tokens, starts, cache, logits=logits)
-        ids = torch.tensor(tokens, device=self.device)
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
-        inputs = {"input_ids": ids, "position_ids": positions, self.cache_argument: cache, "use_cache": True}
+        inputs = self._inputs(tokens, starts, cache)
         if not logits:
             self.module.base_model(**inputs)
             cache.end()
@@ -80,6 +81,51 @@ class Model:
         last = self.module(**inputs, logits_to_keep=1).logits[:, -1]
         cache.end()
         return last
+
+    def _inputs(self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache) -> dict[str, Any]:
+        ids = torch.tensor(tokens, device=self.device)
+        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        return {"input_ids": ids, "position_ids": positions, self.cache_argument: cache, "use_cache": True}
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int], start: int, cache: attention.ArenaCache) -> Iterator[torch.Tensor]:
+        """As `forward` of one row, with the logits of every token: pieces (at most _SCORED_AT_ONCE, vocab) in order.
+
+        The last token is a piece of its own, so that its logits are those that `forward` gives.
+        """
+        if cache.exact == "tokens":
+            yield from self._scores_by_token(tokens, start, cache)
+            return
+        inputs = self._inputs([tokens], [start], cache)
+        outputs = self.module.base_model(**inputs)
+        cache.end()
+        hidden = outputs.last_hidden_state
+        last = len(tokens) - 1
+        for low in (*range(0, last, _SCORED_AT_ONCE), last):
+            high = min(low + _SCORED_AT_ONCE, last) if low < last else last + 1
+            yield self._head(inputs, type(outputs)(**{**outputs, "last_hidden_state": hidden[:, low:high]}))
+
+    def _scores_by_token(self, tokens: list[int], start: int, cache: attention.ArenaCache) -> Iterator[torch.Tensor]:
+        slot = cache.rows.slots[0]
+        for position, token in enumerate(tokens, start):
+            cache.begin([slot], [position], 1)
+            logits = self.forward([[token]], [position], cache, logits=True)
+            assert logits is not None, "asked for logits"
+            yield logits
+
+    def _head(self, inputs: dict[str, Any], outputs: Any) -> torch.Tensor:
+        """What the model makes of its last layer's outputs (1, rows, dim): logits (rows, vocab), scaled or capped as it does."""
+        base = self.module.base_model
+        before = vars(base).get("forward")
+        base.forward = lambda *_, **__: outputs
+        try:
+            logits: torch.Tensor = self.module(**inputs).logits[0]
+            return logits
+        finally:
+            if before is None:
+                del base.forward
+            else:
+                base.forward = before
 
     @torch.inference_mode()
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, cache: attention.ModelCache) -> torch.Tensor:

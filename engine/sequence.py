@@ -15,7 +15,7 @@ import numpy as np
 from engine.arena import Slot
 from engine.capture import Cursor
 from engine.grammar import Matcher
-from engine.messages import Output, Started, Submit, unpack_tokens
+from engine.messages import Output, Scored, Started, Submit, unpack_tokens
 from engine.plan import Damage
 from engine.restore import Restore
 
@@ -37,6 +37,7 @@ class Sequence:
     finish: str = ""
     started: Started | None = None
     outputs: list[Output] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
     device_tokens: int = 0
     reason: str = ""
     began: float = 0.0
@@ -64,6 +65,17 @@ class Sequence:
     def recovering(self) -> bool:
         """Not the first submission of its stream: what was delivered must be continued bit for bit."""
         return self.submit.prefill_start >= 0 or self.submitted_count > self.submit.prompt_count
+
+    @property
+    def reusable(self) -> int:
+        """How much of its list may be put back instead of computed: logits of its last token are needed, or of the prompt's too."""
+        limit, scored = len(self.tokens) - 1, self.submit.scored
+        return limit if scored < 0 or scored >= self.submit.prompt_count - 1 else min(limit, scored)
+
+    @property
+    def scoring(self) -> bool:
+        """What computes a part of its prompt has to give log probabilities."""
+        return self.reusable < len(self.tokens) - 1
 
     def shares_state_with(self, other: Sequence) -> bool:
         """Whether equal prefixes of the two have the same state."""

@@ -230,6 +230,7 @@ class Dispatcher:
                 grammar=stream.spec.grammar,
                 capture=stream.spec.capture,
                 adapter=stream.spec.adapter,
+                scored=len(stream.scored) if stream.spec.scored else -1,
             )
         )
         log.debug("place.submitted", stream=stream.id, engine=engine.name, epoch=stream.epoch, tokens=len(tokens) // 4)
@@ -417,6 +418,10 @@ class Dispatcher:
                 stream = self._current(engine, message.stream, message.epoch)
                 if stream is not None:
                     self._on_forced(stream, message)
+            case m.Scored():
+                stream = self._current(engine, message.stream, message.epoch)
+                if stream is not None:
+                    self._on_scored(engine, stream, message)
             case m.Refused():
                 stream = self._current(engine, message.stream, message.epoch)
                 if stream is not None and not self.moves.refused(stream, engine):
@@ -478,6 +483,16 @@ class Dispatcher:
             stream.recovery = stream.recovery.force(message.token_count, message.ms)
         elif not stream.token_count and stream.epoch == stream.started_epoch:
             stream.prefill_ms = round(message.ms, 3)
+
+    def _on_scored(self, engine: Engine, stream: Stream, message: m.Scored) -> None:
+        """Journal what is new of the prompt's log probabilities."""
+        known = message.position - 1, len(stream.scored)
+        if known[0] > known[1]:
+            metrics.gaps_refused.inc()
+            log.error("deliver.gap", stream=stream.id, expected=known[1] + 1, got=message.position)
+            self._resubmit(engine, stream)
+        elif fresh := message.rows[known[1] - known[0] :]:
+            stream.record(j.Scored(fresh))
 
     def _on_captured(self, engine: Engine, message: m.Captured) -> None:
         for stream_id, epoch, position in message.positions:

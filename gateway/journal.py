@@ -47,7 +47,8 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     capture     False: its state is never written to a tier; a recovery computes it anew
     tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
     adapter     digest of the adapter that computes it, "" for the model alone
-    echo        its text begins with the prompt's; special: special tokens are part of its text; stop_shown: a stop string too
+    echo        its text begins with the prompt's; scored: log probabilities of the prompt's tokens are part of the answer
+    special     special tokens are part of its text; stop_shown: a stop string too
     group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
     """
 
@@ -75,6 +76,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     echo: bool = False
     special: bool = False
     stop_shown: bool = False
+    scored: bool = False
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -95,6 +97,12 @@ class StartedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_start: int
     wait_ms: float = 0.0
     restore_ms: float = 0.0
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """Log probabilities of the next tokens of the prompt, beginning with its second."""
+
+    rows: list[TokenLogprobs]
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -179,12 +187,12 @@ class Order(msgspec.Struct, frozen=True):
 
 TYPES: dict[int, type[Any]] = {
     1: StreamSpec, 2: Placed, 3: StartedRecord, 4: Tokens, 5: Recovery, 6: End,
-    7: GroupSpec, 8: Order, 20: Migration,
+    7: GroupSpec, 8: Order, 9: Scored, 20: Migration,
 }  # fmt: skip
 _NUMBERS = {form: number for number, form in TYPES.items()}
 _DECODERS = {number: msgspec.msgpack.Decoder(form) for number, form in TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
-Record = StreamSpec | Placed | StartedRecord | Tokens | Recovery | Migration | End | GroupSpec | Order
+Record = StreamSpec | Placed | StartedRecord | Scored | Tokens | Recovery | Migration | End | GroupSpec | Order
 
 
 def _frame(number: int, body: bytes) -> bytes:

@@ -47,6 +47,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 HINTS = {
     "functions": "send them as tools: [{'type': 'function', 'function': …}]",
     "function_call": "send it as tool_choice",
+    "prompt_logprobs": "send echo and logprobs to /v1/completions",
     "suffix": "put the model's own fill-in-the-middle tokens into the prompt, if it knows any",
     "repeat_penalty": "send repetition_penalty, which looks at the whole list",
 }
@@ -245,8 +246,6 @@ def parse_completion(body: bytes) -> CompletionRequest:
         )
     if request.stream and (request.best_of or 1) > (request.n or 1):
         raise bad_request("best_of: can't be streamed, since the best is known at the end only", "best_of")
-    if request.echo and request.logprobs is not None:
-        raise not_supported("echo", "echo: the prompt has no log probabilities here; leave logprobs out")
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
             raise not_supported(name, f"{name}: is served by /v1/chat/completions only")

@@ -92,3 +92,12 @@ class Renderer:
             if any(stop.startswith(pool[-count:]) for stop in self._stops):
                 return count
         return 0
+
+
+def text_offsets(codec: TextCodec, tokens: list[int], *, special: bool = False) -> list[int]:
+    """By token, how many characters of the text of `tokens` come before what it makes certain."""
+    renderer, count, offsets = Renderer(codec, [], [], special=special), 0, []
+    for token in tokens:
+        offsets.append(count)
+        count += len(renderer.push(token))
+    return offsets

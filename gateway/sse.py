@@ -1,6 +1,6 @@
 """The events of a stream as bytes: one for each token, ids consecutive from 0. Stage: deliver; pure.
 
-    0            opening chunk (role; empty text in /v1/completions)
+    0            opening chunk (role; in /v1/completions empty text, or the prompt's with its log probabilities)
     1 .. T       token k (its text may be "": held back by an unfinished character or a possible stop string)
     T + 1        finish chunk: text that was still held back, finish_reason, `concordia`; or the error, which is the last
     T + 2        usage chunk, if stream_options.include_usage
@@ -12,6 +12,7 @@ A function of the stream's records alone, so every replay is byte-identical.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
@@ -71,8 +72,8 @@ class EventForm:
     def _opening(self, stream: Stream) -> bytes:
         index = stream.spec.choice
         if stream.spec.kind == "text":
-            text = _encode(stream.echoed)
-            return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (index, text)
+            text, logprobs = _encode(stream.echoed), _encode(self._of_prompt(stream) if stream.spec.scored else None)
+            return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
         return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
 
     def _token(self, stream: Stream, index: int) -> bytes:
@@ -115,6 +116,8 @@ class EventForm:
         reason = finish_reason(stream) if stream.end and not stream.failed else None
         wanted = logprobs and stream.spec.sampling.logprobs >= 0
         rows = self.logprobs(stream, 0, stream.token_count) if wanted else None
+        if rows and stream.spec.scored:
+            rows = {name: values + rows[name] for name, values in self._of_prompt(stream).items()}
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": rows}
         if stream.spec.kind == "chat":
             return {**choice, "message": _message(stream)}
@@ -126,12 +129,22 @@ class EventForm:
         rows = list(zip(tokens, stream.logprobs[start:end], strict=True))
         if stream.spec.kind == "chat":
             return {"content": [self._chat_row(token, row) for token, row in rows], "refusal": None}
+        return self._text_rows(rows, [len(stream.echoed) + offset for offset in stream.offsets[start:end]])
+
+    def _of_prompt(self, stream: Stream) -> dict[str, list[Any]]:
+        """Log probabilities of the prompt's tokens; the first has none, since nothing stands before it."""
+        rows = chain([None], stream.scored, repeat(None))  # of a live stream some may be missing yet
+        tokens = stream.tokens[: stream.prompt_count]
+        return self._text_rows(list(zip(tokens, rows, strict=False)), stream.prompt_offsets)
+
+    def _text_rows(self, rows: list[tuple[int, TokenLogprobs | None]], offsets: list[int]) -> dict[str, list[Any]]:
+        """In the form of completions."""
         text = self._codec.token_text
         return {
             "tokens": [text(token) for token, _ in rows],
             "token_logprobs": [row.chosen if row else None for _, row in rows],
             "top_logprobs": [_with_chosen(text, token, row) if row else None for token, row in rows],
-            "text_offset": stream.offsets[start:end],
+            "text_offset": offsets,
         }
 
     def _chat_row(self, token: int, row: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from engine.messages import TokenLogprobs, unpack_tokens
 from gateway import journal as j
 from gateway import metrics
 from gateway.poison import Deaths
-from gateway.renderer import Renderer
+from gateway.renderer import Renderer, text_offsets
 from gateway.sealing import Sealing
 from gateway.tenancy import own_name
 from gateway.tokenizer import TextCodec
@@ -72,6 +72,7 @@ class Stream:
         self.deltas: list[str] = []
         self.offsets: list[int] = []  # characters before each delta; kept for log probabilities only
         self.logprobs: list[TokenLogprobs | None] = []
+        self.scored: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.epoch = 0
         self.engine = ""
         self.started: j.StartedRecord | None = None
@@ -85,6 +86,7 @@ class Stream:
             int, list[CallDelta]
         ] = {}  # token of the answer (-1: the end) -> what it made known of tool calls
         self.echoed = codec.decode(self.tokens, special=spec.special) if spec.echo else ""
+        self.prompt_offsets = text_offsets(codec, self.tokens, special=spec.special) if spec.scored else []
         self._renderer = Renderer(codec, self.tokens, spec.stop, special=spec.special, stop_shown=spec.stop_shown)
         self._tools = ToolParser(spec.tool_form, spec.tool_names, spec.stream) if spec.tool_form else None
         self._text_count = 0
@@ -122,6 +124,8 @@ class Stream:
             case j.StartedRecord():
                 if self.started is None:
                     self.started, self.started_epoch = record, self.epoch
+            case j.Scored():
+                self.scored += record.rows
             case j.Recovery():
                 self.recoveries.append(record)
             case j.Migration():

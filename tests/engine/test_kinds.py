@@ -168,6 +168,42 @@ def test_a_prefill_that_was_interrupted_goes_on_with_the_same_bits(start: Start,
     assert spare.started("s").prefill_start >= CHUNK
 
 
+@pytest.mark.parametrize("kind", ["gemma2", *SAMPLE.values()])
+def test_log_probabilities_of_a_prompt_are_the_models_own_and_survive_a_kill(
+    start: Start, drain: Drain, kind: str
+) -> None:
+    """Whatever is stored of the prompt, all of it is computed; after a kill, from what is known on."""
+    prompt = random_tokens(39, 150)
+    want = m.Sampling(temperature=0, logprobs=2)
+    serving, spare = start(), start("spare")
+    told = ask(serving, "before", prompt)
+    serving.handle(submit("s", prompt, ANSWER, scored=0, sampling=want))
+    for _ in range(2):
+        serving.step()
+    assert (serving.started("s").verdict, serving.started("s").recomputed) == ("recomputed", 150)
+    known = scored(serving, "s")
+    assert 64 <= len(known) < 149
+    serving.close()
+    drain.flush(sync=True)
+    spare.handle(submit("s", prompt, ANSWER, epoch=2, scored=len(known), prefill_start=0, sampling=want))
+    spare.run()
+    assert spare.started("s").reused and spare.tokens("s") == told
+    rows, first = scored(spare, "s"), min(s.position for s in spare.sent if isinstance(s, m.Scored))
+    rows = known[: first - 1] + rows
+    expected = torch.log_softmax(own_logits(spare.engine.model, prompt), -1)
+    assert len(rows) == 149
+    for position, row in enumerate(rows, 1):
+        own = expected[position - 1]
+        assert abs(row.chosen - float(own[prompt[position]])) < 1e-3, position
+        assert [value for _, value in row.top] == pytest.approx(own.topk(2).values.tolist(), abs=1e-3), position
+    ask(spare, "all known", prompt, scored=149, sampling=want)
+    assert spare.started("all known").reused and not scored(spare, "all known")
+
+
+def scored(engine: EngineDriver, stream: str) -> list[m.TokenLogprobs]:
+    return [row for sent in engine.sent if isinstance(sent, m.Scored) and sent.stream == stream for row in sent.rows]
+
+
 # ---------------------------------------------------------------- the next turn, and branches from before the tip
 
 

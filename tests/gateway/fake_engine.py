@@ -83,6 +83,7 @@ class FakeEngine:
         self.releases: list[m.Release] = []
         self.root = ROOT
         self.slots = 8
+        self.dies_scoring: int | None = None  # how many of a prompt's log probabilities it tells before it dies
         self.poison: int | None = None  # seed of a request that it dies of when it has started it
         self.dead = False
         self.stopped = False
@@ -275,7 +276,8 @@ class FakeEngine:
         for sequence in active:
             if sequence.started is None:
                 self._start(sequence)
-            if sequence.submit.sampling.seed == self.poison:
+                self._score(sequence.submit)
+            if sequence.submit.sampling.seed == self.poison or self.dies_scoring is not None:
                 await asyncio.sleep(0.001)
                 await self.kill(from_outside=False)
                 return
@@ -302,6 +304,17 @@ class FakeEngine:
         self.send(sequence.started)
         if len(sequence.tokens) > submit.prompt_count:
             self.send(m.Forced(submit.stream, submit.epoch, len(sequence.tokens) - submit.prompt_count, 0.3))
+
+    def _score(self, submit: m.Submit) -> None:
+        """Of a prompt's tokens from where they aren't known: -position, beside token 5 with -0.25."""
+        if submit.scored < 0:
+            return
+        count = max(0, submit.sampling.logprobs)
+        rows = [m.TokenLogprobs(-float(at), [(5, -0.25)][:count]) for at in range(1, submit.prompt_count)]
+        told = rows[: self.dies_scoring]
+        for at in range(submit.scored, len(told), 2):
+            first = max(0, at - 1)  # the parts overlap
+            self.send(m.Scored(submit.stream, submit.epoch, 1 + first, told[first : at + 2]))
 
 
 class FakeHost:

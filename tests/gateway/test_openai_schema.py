@@ -157,7 +157,6 @@ TEXT_CASES = [
     ({"prompt": [1.5]}, "prompt", "got number"),
     ({"prompt": 5}, "prompt", "int"),
     ({"logprobs": True}, "logprobs", "int"),
-    ({"echo": True, "logprobs": 1}, "echo", "log probabilities"),
     ({"suffix": "x"}, "suffix", "fill-in-the-middle"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "not served"),
     ({"best_of": 17}, "best_of", "at most 16"),

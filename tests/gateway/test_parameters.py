@@ -11,7 +11,7 @@ from gateway.admit import Admission
 from gateway.choices import choice_seed
 from gateway.tokenizer import ModelFacts
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
-from tests.gateway.fake_engine import token_at
+from tests.gateway.fake_engine import FakeEngine, token_at
 
 END = 1  # the model's own stop token
 
@@ -107,6 +107,38 @@ async def test_echo_begins_with_the_prompt_streamed_and_not_and_after_a_restart(
     await world.start_gateway()
     again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
     assert again["choices"][0]["text"] == said
+
+
+async def test_echo_has_the_prompts_log_probabilities_whoever_dies(make_world) -> None:  # type: ignore[no-untyped-def]
+    """Told in overlapping parts, of which an engine's death takes some; the rest is asked for. Streamed, and after a restart, too."""
+    world: World = await make_world()
+    first = await world.engine("e0")
+    first.dies_scoring = 4
+    prompt = byte_tokenizer().encode("Héllo, ").ids
+    body = completion(prompt, echo=True, logprobs=1, seed=3)
+    asked = asyncio.create_task(world.post("/v1/completions", body))
+    await world.until(lambda: _is_dead(first))
+    second = await world.engine("e1")
+    status, headers, whole = await asked
+    assert (status, [submit.scored for submit in (*first.submits, *second.submits)]) == (200, [0, 4])
+    choice = whole["choices"][0]
+    rows, count = choice["logprobs"], len(prompt)
+    assert rows["token_logprobs"] == [None, *(-float(at) for at in range(1, count)), *[-0.5] * 6]
+    assert rows["top_logprobs"][0] is None and rows["top_logprobs"][1][byte_tokenizer().decode([5])] == -0.25
+    assert rows["text_offset"][:3] == [0, 1, 1] and rows["text_offset"][count] == len("Héllo, ")
+    assert [len(values) for values in rows.values()] == [count + 6] * 4
+    sse = await world.events("POST", "/v1/completions", {**body, "stream": True})
+    parts = [chunk["choices"][0]["logprobs"] for chunk in sse.chunks if chunk["choices"][0]["logprobs"]]
+    assert {name: sum((part[name] for part in parts), []) for name in rows} == rows
+    await world.kill_gateway()
+    await second.kill(tell=False)
+    await world.start_gateway()
+    again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
+    assert again["choices"] == whole["choices"]
+
+
+async def _is_dead(engine: FakeEngine) -> bool:
+    return engine.dead
 
 
 async def test_the_stop_string_is_part_of_the_text_on_request(make_world) -> None:  # type: ignore[no-untyped-def]
