@@ -5,7 +5,8 @@ many rows stand beside it. oneDNN's packed product is about twice as fast (92 ->
 a row alike in every batch, save that on some machines and for some shapes few rows take another kernel: those are padded.
 A step of few rows takes as long as the weights take to be read. Weights that float16 holds exactly (a float16 checkpoint; what
 `concordia pull` makes of a GGUF file), or does once each output's are multiplied by a power of two (a bfloat16 checkpoint), are kept as
-that too, and steps of few rows read those by FBGEMM, which computes in float32: half the bytes. What holds of a row's bits is found
+that too, and steps of few rows read those by FBGEMM, which computes in float32: half the bytes; under `--deterministic` steps of many
+rows, too, in pieces of row counts that give a row the bits that it has among few. What holds of a row's bits is found
 out at start, for each shape, with the threads that will be used. Layers that are given the very same tensor (Q, K and V; gate and up)
 are one product, since a call costs as much as reading 400 KB. Main thread only.
 """
@@ -25,6 +26,11 @@ log = structlog.get_logger()
 _BATCH_HINT = 8  # packed for 8 rows, the product of 1 to 256 rows is as fast as packed for that count, within noise
 _FEW_ROWS = 16  # up to so many, reading the weights is what takes time: half the bytes are faster
 _MANY_ROWS = 32
+_PIECES = (
+    240,
+    96,
+    48,
+)  # rows of a large step that are computed together, if they have the bits that they have among few
 _OUTS_AT_ONCE = (
     8192  # of weights that are packed as float16: 262,144 x 640 take 1.2 s instead of 3.4, the product as long
 )
@@ -40,14 +46,14 @@ class Shapes:
 
     single: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     half: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], int] = field(default_factory=dict)  # of float16: rows of a piece of more than that
 
 
 class Packed:
     """One packed product, of one layer or of several that share their inputs."""
 
     def __init__(self, layers: list[torch.nn.Linear], shapes: Shapes, *, half: bool, wide: bool = True) -> None:
-        """half  steps of few rows may read the weights as float16; wide  there are steps of many rows (else they are computed
-        a few rows at a time)."""
+        """half  steps of few rows may read the weights as float16; wide  those of many rows read float32 (else float16 in pieces)."""
         self._outs = [layer.out_features for layer in layers]
         self._bias = _joined_bias(layers)
         self._inputs: torch.Tensor | None = None
@@ -65,11 +71,16 @@ class Packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
         self._wide = wide or self._few is None
         known = shapes.single if self._few is None else shapes.half
+        # Of a large vocabulary the first and the last part tell.
+        ends = partial(_half_product, [self._half[0], self._half[-1]]) if self._few else self._product
         if shape not in known:
-            # Of a large vocabulary the first and the last part tell.
-            ends = partial(_half_product, [self._half[0], self._half[-1]]) if self._few else self._product
             known[shape] = _safe_rows(ends, shape)
         self._safe = known[shape]
+        self._piece = _FEW_ROWS
+        if self._few is not None and not self._wide:
+            if shape not in shapes.pieces:
+                shapes.pieces[shape] = _piece_rows(ends, shape)
+            self._piece = shapes.pieces[shape]
 
     @property
     def is_half(self) -> bool:
@@ -82,14 +93,21 @@ class Packed:
         if rows > _FEW_ROWS:
             if self._wide:
                 return self._product(inputs)
-            parts = inputs.reshape(rows, -1).split(_FEW_ROWS)
-            return torch.cat([self.whole(part) for part in parts]).reshape(*inputs.shape[:-1], -1)
+            return self._by_pieces(inputs.reshape(rows, -1)).reshape(*inputs.shape[:-1], -1)
         product = self._few or self._product
         if not rows or (safe := self._safe[rows - 1]) == rows:
             return product(inputs)
         padded = inputs.new_zeros(safe, inputs.shape[-1])
         padded[:rows] = inputs.reshape(rows, -1)
         return product(padded)[:rows].reshape(*inputs.shape[:-1], -1)
+
+    def _by_pieces(self, inputs: torch.Tensor) -> torch.Tensor:
+        """More than _FEW_ROWS rows (rows, in), each with the bits that it has among few."""
+        large = len(inputs) // self._piece * self._piece
+        product = self._few or self._product
+        pieces = [product(piece) for piece in inputs[:large].split(self._piece)] if large else []
+        pieces += [self.whole(piece) for piece in inputs[large:].split(_FEW_ROWS)] if large < len(inputs) else []
+        return torch.cat(pieces)
 
     def part(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """The product of one layer; the others' is kept until they are asked with the same tensor."""
@@ -112,13 +130,15 @@ class Packed:
         return product if self._bias is None else product.add_(self._bias)
 
 
-def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object], *, half: bool = True) -> bool:
+def pack_linear_layers(
+    module: torch.nn.Module, run: Callable[[], object], *, half: bool = True, alike: bool = False
+) -> bool:
     """Give every linear layer its packed weights; False if this build of torch can't.
 
     The checkpoint's own weights stay as they are: mapped from the file, shared by all engines of a machine, and used for the
     embedding. The packed copy is private. `run` is a forward pass from which is learned which layers share their inputs; it is made
-    once, and not at all where nothing is packed. half=False: every row count takes the same kernel, so that a row's bits don't
-    depend on how a prompt was cut either.
+    once, and not at all where nothing is packed. half=False: float16 is not used. alike: every row count takes the same kernel, so
+    that a row's bits don't depend on how a prompt was cut either; the weights are kept once.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         log.info("linear.not_packed", reason="torch was built without oneDNN")
@@ -127,7 +147,7 @@ def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object], *, ha
     shapes, half_count = Shapes(), 0
     joined = _sharing_inputs(module, run)
     for layers in joined:
-        packed = Packed(layers, shapes, half=half)
+        packed = Packed(layers, shapes, half=half, wide=not alike)
         half_count += packed.is_half
         for index, layer in enumerate(layers):
             layer.forward = partial(packed.part, index)  # type: ignore[method-assign]
@@ -136,7 +156,7 @@ def pack_linear_layers(module: torch.nn.Module, run: Callable[[], object], *, ha
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear) and layer not in together:
             # The vocabulary is multiplied with one row a sequence.
-            packed = Packed([layer], shapes, half=half, wide=layer is not vocabulary)
+            packed = Packed([layer], shapes, half=half, wide=not alike and layer is not vocabulary)
             half_count += packed.is_half
             layer.forward = packed.whole  # type: ignore[method-assign]
     padded = {
@@ -221,4 +241,20 @@ def _safe_rows(product: Product, shape: tuple[int, int]) -> tuple[int, ...]:
     ]
     if not torch.equal(product(inputs)[:_FEW_ROWS], few):
         log.warning("linear.bits_depend_on_batch", shape=list(shape), rows=[_MANY_ROWS])
+    return _padded_counts(good)
+
+
+@torch.inference_mode()
+def _piece_rows(product: Product, shape: tuple[int, int]) -> int:
+    """The most rows of a product (out, in) that have the bits they have among _FEW_ROWS."""
+    inputs = torch.randn(max(_PIECES), shape[1], generator=torch.Generator().manual_seed(0))
+    for rows in _PIECES:
+        whole = product(inputs[:rows])
+        few = [product(part) for part in (inputs[:_FEW_ROWS], inputs[rows - _FEW_ROWS : rows])]
+        if torch.equal(whole[:_FEW_ROWS], few[0]) and torch.equal(whole[rows - _FEW_ROWS :], few[1]):
+            return rows
+    return _FEW_ROWS
+
+
+def _padded_counts(good: list[int]) -> tuple[int, ...]:
     return tuple(next((safe for safe in good if safe >= rows), _FEW_ROWS) for rows in range(1, _FEW_ROWS + 1))

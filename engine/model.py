@@ -160,7 +160,7 @@ class Model:
         }
         if exact:
             way = {} if exact == "tiles" else {"way": exact}
-            facts["deterministic"] = {"threads": torch.get_num_threads(), **way}
+            facts["deterministic"] = {"threads": torch.get_num_threads(), "products": 2, **way}
         if layout.windows or self.states:
             facts |= {"windows": layout.windows, "states": [(s.key, s.shape, str(s.dtype)) for s in self.states]}
         text = json.dumps(facts, sort_keys=True, default=str)
@@ -219,7 +219,7 @@ def load(directory: Path, name: str, settings: EngineSettings) -> Model:
     plain = device.type == "cpu" and dtype == torch.float32
     if plain:
         join_norms(module)
-    if not (plain and pack_linear_layers(module, probe, half=not settings.deterministic)):
+    if not (plain and pack_linear_layers(module, probe, alike=settings.deterministic)):
         probe()
     _refuse_unseen_windows(model)
     return model

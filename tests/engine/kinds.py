@@ -56,8 +56,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimax": (dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 2), "not known here"),
 }  # fmt: skip
 # Not run through all cases.
-VARIANTS = {"latent_dense": KINDS["deepseek_v3"] | {"first_k_dense_replace": 4}}
-ARCHITECTURE = {"short_window": "gemma3_text", "latent_dense": "deepseek_v3"}
+VARIANTS = {"latent_dense": KINDS["deepseek_v3"] | {"first_k_dense_replace": 4}, "float16": KINDS["gemma3_text"]}
+ARCHITECTURE = {"short_window": "gemma3_text", "latent_dense": "deepseek_v3", "float16": "gemma3_text"}
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "gpt_oss", "short_window"}
 DENSE = {"llama", "qwen3", "deepseek_v3"}
 RECURRENT = [name for name in KINDS if name not in WINDOWED | DENSE]
@@ -67,7 +67,7 @@ SAMPLE = {"window": "gemma3_text", "latent": "deepseek_v3", "linear": "qwen3_5_t
 
 
 def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int = 2048) -> Path:
-    """Write the named model's configuration and weights, float32."""
+    """Write the named model's configuration and weights, float32 (`float16`: such as float16 holds)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,6 +79,8 @@ def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int =
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight[:3] = 0.0  # greedy text never stops by itself
+    if name == "float16":
+        model = model.half().float()
     model.save_pretrained(directory)
     return directory
 

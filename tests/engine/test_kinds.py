@@ -20,7 +20,7 @@ from engine import messages as m
 from engine.errors import UnsupportedModel
 from engine.model import Model, load
 from tests.engine.driver import EngineDriver, random_tokens, submit
-from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, WINDOWED, write_model
+from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, VARIANTS, WINDOWED, write_model
 from tiers.compaction import Compaction
 from tiers.drain import Drain
 from tiers.lane_format import PointKind
@@ -323,7 +323,7 @@ def test_what_compaction_leaves_serves_an_append_and_branches(start: Start, drai
 
 # ---------------------------------------------------------------- deterministic
 
-TILES = {"llama", "qwen3", "latent_dense", "mistral", "gemma2", "gemma3_text", "short_window"}
+TILES = {"llama", "qwen3", "latent_dense", "mistral", "gemma2", "gemma3_text", "short_window", "float16"}
 EXACT = m.Sampling(temperature=0.8, seed=31, logprobs=2)
 
 
@@ -333,7 +333,7 @@ SOON = TILES | {"gpt_oss", *SAMPLE.values()}
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in SOON else pytest.mark.soak) for kind in (*KINDS, "latent_dense")],
+    [pytest.param(kind, marks=() if kind in SOON else pytest.mark.soak) for kind in (*KINDS, *VARIANTS)],
 )
 def test_deterministic_bits_do_not_depend_on_company_death_or_cache(start: Start, kind: str) -> None:
     """Log-probabilities of an answer alone; among others and killed in the middle; of a turn that is restored, and of a cold one."""
@@ -357,7 +357,7 @@ def test_deterministic_bits_do_not_depend_on_company_death_or_cache(start: Start
     assert bits(spare, "turn") == bits(spare, "cold")
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "latent_dense", "mamba2"])
+@pytest.mark.parametrize("kind", ["float16", "gemma3_text", "latent_dense", "mamba2"])
 def test_deterministic_bits_far_behind_the_window_and_after_a_restart(start: Start, drain: Drain, kind: str) -> None:
     """A window's buffer has slid; a restore brings back the rows of its window only, so tiles lack rows that nobody sees."""
     exact = partial(start, deterministic=True, prefill_chunk=32)

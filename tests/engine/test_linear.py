@@ -83,6 +83,21 @@ def test_float16_is_read_for_few_rows_only_and_only_where_it_is_exact(monkeypatc
     assert not seen
 
 
+@needs_fbgemm
+@pytest.mark.parametrize(("out", "inside"), [(1024, 640), (576, 1536), (100, 30)])
+def test_all_rows_alike_whatever_their_count_over_weights_that_are_kept_once(out: int, inside: int) -> None:
+    layer = torch.nn.Linear(inside, out).eval()
+    layer.weight.data = layer.weight.data.half().float()
+    inputs, module = torch.randn(512, inside), torch.nn.Sequential(layer)
+    assert linear.pack_linear_layers(module, lambda: module(inputs), alike=True)
+    with torch.inference_mode():
+        whole = layer(inputs)
+        assert torch.allclose(whole, torch.nn.functional.linear(inputs, layer.weight, layer.bias), atol=1e-4)
+        for count in (1, 2, 7, 14, 16, 17, 31, 32, 49, 100, 240, 256, 511):
+            for at in (0, 512 - count):
+                assert torch.equal(layer(inputs[at : at + count]), whole[at : at + count]), (count, at)
+
+
 class WithVocabulary(torch.nn.Module):
     """One layer that is the vocabulary's."""
 
