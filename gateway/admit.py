@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -242,8 +242,10 @@ class Admission:
         self._check_tokens("prompt", tokens)
         return tokens
 
-    def _check_tokens(self, field: str, tokens: Iterable[int]) -> None:
+    def _check_tokens(self, field: str, tokens: Collection[int]) -> None:
         vocab = self.vocab_count
+        if not tokens or 0 <= min(tokens) <= max(tokens) < vocab:
+            return
         for index, token in enumerate(tokens):
             if not 0 <= token < vocab:
                 raise bad_request(f"{field}[{index}]: token {token} is outside the vocabulary of {vocab}", field)
