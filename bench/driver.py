@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -61,6 +62,10 @@ def free_port() -> int:
 
 
 # ---------------------------------------------------------------- processes
+
+
+# Starts every system: whoever asks for one may be a thread that ends before it.
+_starter = ThreadPoolExecutor(1, thread_name_prefix="starter")
 
 
 def _end_with_parent() -> None:
@@ -182,15 +187,16 @@ class System:
         if self.api_key:
             environment["CONCORDIA_API_KEY"] = self.api_key
         with open(self.log_path, "ab") as log:
-            self.serve = subprocess.Popen(
+            self.serve = _starter.submit(
+                subprocess.Popen,
                 self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509  one prctl, no lock that another thread could hold
-            )
+                preexec_fn=_end_with_parent,  # one prctl, no lock that another thread could hold
+            ).result()
 
     def start(self, timeout_s: float = 180.0) -> System:
         """Start and wait until every engine can serve."""

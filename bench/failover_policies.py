@@ -1,9 +1,10 @@
 """What does a recovery cost under each failover policy, and does it grow with the context?
 
 Question  SIGKILL of the serving engine: the client's wait for its next token under `cold`, `warm` and `hot`, by length of context.
-Regime    Demo model, one stream, greedy, prompt of seeded random token ids; two engines (cold: one). The kill comes after the eighth
-          token, under `hot` once the standby has caught up. Median of several kills; every process is real. The policies are served one
-          after the other from one data directory, so that a prompt is computed once and restored from then on.
+Regime    Demo model, one stream, greedy, prompt of seeded random token ids; two engines (cold: one). The kill comes right after the
+          ninth token, under `hot` after the first of the later ones for which the standby has caught up. Median of several kills; every
+          process is real. The policies are served one after the other from one data directory, so that a prompt is computed once and
+          restored from then on.
 Baseline  Of each policy and length: `cold` at that length, in the same run. Of `hot 7k / 256`: hot at the shortest length. Of
           `hot ... beyond a token`: the wait for an ordinary token.
 Unit      ms; ratio is cold / ours, except `hot 7k / 256` (longest / shortest). Wanted: at most 1.2 there, and 150 ms beyond a token.
@@ -97,9 +98,7 @@ def one_kill(running: System, body: dict[str, Any], policy: str) -> dict[str, fl
     def ready(answer: Any) -> bool:
         return len(answer.tokens) >= KILL_AFTER_TOKENS and (policy != "hot" or moving.followed(running, answer))
 
-    answer = running.stream(
-        "/v1/completions", body, watch=moving.once_when(ready, lambda seen: moving.kill_serving(running, seen))
-    )
+    answer = running.stream("/v1/completions", body, watch=moving.kill_after(running, ready))
     recovery = moving.only(answer, "recoveries")
     gap = moving.gap_before_ms(answer, recovery["position"] - len(body["prompt"]))
     return {"gap_ms": gap, "token_ms": moving.token_ms(answer), **{part: recovery[part] for part in PARTS}}

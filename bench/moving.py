@@ -10,6 +10,7 @@ from typing import Any
 from bench import report
 from bench.driver import System
 from bench.sse import Answer, StreamError, Watcher
+from gateway.following import STANDBY_TOKENS
 
 
 def gaps_ms(answer: Answer) -> list[float]:
@@ -40,12 +41,30 @@ def once_when(ready: Callable[[Answer], bool], act: Callable[[Answer], Any]) -> 
     return watch
 
 
+def kill_after(running: System, ready: Callable[[Answer], bool]) -> Watcher:
+    """A watcher that kills the serving engine once, right at the token after the first at which `ready` holds.
+
+    Who that is has been asked by then, so that the gap has no question of ours in it.
+    """
+    victims: list[int] = []
+    done: list[bool] = []
+
+    def watch(answer: Answer) -> None:
+        if victims and not done:
+            done.append(True)
+            os.kill(victims[0], signal.SIGKILL)
+        elif not victims and answer.tokens and ready(answer):
+            victims.append(running.serving_engine(answer.stream_id).pid)
+
+    return watch
+
+
 def kill_serving(running: System, answer: Answer) -> None:
     os.kill(running.serving_engine(answer.stream_id).pid, signal.SIGKILL)
 
 
-def followed(running: System, answer: Answer, lag_tokens: int = 4) -> bool:
-    """Whether a standby has the stream's state on its device, but for a few tokens."""
+def followed(running: System, answer: Answer, lag_tokens: int = STANDBY_TOKENS + 1) -> bool:
+    """Whether a standby has the stream's state on its device, but for as many tokens as it is handed at once."""
     rows = [row for engine in running.engines() for row in engine.row.get("following") or []]
     wanted = answer.stream_id.rpartition("-")[2]
     streams = [s for engine in running.engines() for s in engine.streams if s["stream"] == wanted]

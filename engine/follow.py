@@ -8,6 +8,7 @@ that of an idle session first. An idle session is only followed where there is r
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -25,7 +26,8 @@ log = structlog.get_logger()
 
 BUSY_SLICE_TOKENS = 64  # at once between the steps of an engine that serves; an idle one takes all that there is
 BUSY_SLICE_S = 0.008  # and so long at most: under a tenth of a decode step of the demo model
-LOOK_INTERVAL_S = 0.01  # between two looks for rows that aren't there yet
+LOOK_INTERVAL_S = 0.01  # between the first two looks for rows that aren't there yet
+LOOK_LIMIT_S = 0.05  # and the longest that it grows to while they aren't
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Followed:
     count: int
     idle: bool = False
     next_look: float = 0.0
+    look_s: float = LOOK_INTERVAL_S
     caught_up: bool = False
     told: tuple[int, bool] = (-1, False)
 
@@ -89,6 +92,7 @@ class Follower:
         assert known is not None, "begun above"
         known.slot.tokens[message.start : end] = tokens
         known.count = end
+        known.next_look, known.look_s = 0.0, LOOK_INTERVAL_S
         known.caught_up = not known.behind
         return told
 
@@ -149,10 +153,10 @@ class Follower:
 
     # ------------------------------------------------------------ work
 
-    @property
-    def behind(self) -> bool:
-        """Some follow is."""
-        return any(known.behind for known in self.follows.values())
+    def wait_s(self, limit_s: float) -> float:
+        """Seconds until something is to be looked for, at most `limit_s`."""
+        next_look = min((known.next_look for known in self.follows.values() if known.behind), default=math.inf)
+        return min(limit_s, max(0.0, next_look - time.monotonic()))
 
     def step(self, finder: PrefixFinder, *, busy: bool) -> list[m.Followed]:
         """Slices of the follows that have waited longest, for a moment, and what is new to tell."""
@@ -178,7 +182,8 @@ class Follower:
         gained = slot.length - start
         self.restored_tokens += gained
         known.caught_up = gained == 0 or not known.behind
-        known.next_look = time.monotonic() + (0.0 if gained else LOOK_INTERVAL_S)
+        known.next_look = time.monotonic() + (0.0 if gained else known.look_s)
+        known.look_s = LOOK_INTERVAL_S if gained else min(LOOK_LIMIT_S, 2 * known.look_s)
         if damage.reason:
             log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=damage.reason)
             known.next_look += 1.0

@@ -42,13 +42,13 @@ class Lookup:
         """What the sequence's state depends on: the model's root, or that of its adapter over it."""
         return RootId(adapter_root(self.root, sequence.submit.adapter))
 
-    def stored(self, sequence: Sequence, tokens: np.ndarray, limit: int) -> int:
-        """How much of a recovered stream the tiers hold. It is preferred to what happens to be on this device.
+    def stored(self, sequence: Sequence, tokens: np.ndarray, limit: int, start: int = 0) -> int:
+        """How much of a recovered stream the tiers hold, if they hold its first `start` tokens. It is preferred to what happens to be here.
 
         The dead engine's own rows continue its stream bit for bit; rows of an equal prefix that this device computed in
         steps of another shape differ in the last bits, which can turn a draw that falls on a boundary.
         """
-        return self._end(self.root_of(sequence), sequence.submit.namespace, tokens, limit)
+        return self._end(self.root_of(sequence), sequence.submit.namespace, tokens, limit, start)
 
     def held(self, slot: Slot) -> int:
         """How much of a slot's token list the tiers hold."""
@@ -69,15 +69,17 @@ class Lookup:
         sequence.reason = "computing is faster than restoring here"
         return without
 
-    def _end(self, root: RootId, namespace: str, tokens: np.ndarray, limit: int) -> int:
-        extents = self.finder.find(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens)
-        return extents[-1].token_end if extents else 0
+    def _end(self, root: RootId, namespace: str, tokens: np.ndarray, limit: int, start: int = 0) -> int:
+        extents = self.finder.find(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens, start=start)
+        return extents[-1].token_end if extents else start
 
     def _find(self, sequence: Sequence, tokens: np.ndarray, limit: int, resident: Resident) -> Stored:
         """What the tiers hold of a token list that was not found damaged."""
         damage, namespace, kinds = sequence.damage, sequence.submit.namespace, self.arena.kinds
         start = resident.shared if kinds.append_only else 0
         limit = min(limit, damage.limit)
+        if start >= limit:
+            return Stored()
         with self.finder.reading() as read:
             root = self.root_of(sequence)
             extents = read.find(root, namespace, tokens, limit=limit, start=start, block_tokens=self.block_tokens)

@@ -47,7 +47,6 @@ from tiers.settings import TierSettings
 log = structlog.get_logger()
 
 _IDLE_WAIT_S = 0.05
-_FOLLOW_WAIT_S = 0.004  # while a followed stream may have new rows in its engine's lane
 _STATS_INTERVAL_S = 1.0
 # Ended streams that are told to a gateway that attaches: those that ended while it was away.
 _REMEMBERED = 256
@@ -108,7 +107,7 @@ class Engine:
         """Serve until stopped; then take every capture that is still missing."""
         while not self.stopping and self.keep_running():
             busy = self.last_kind != "idle" or bool(self.waiting)
-            for message in self.link.poll(0.0 if busy else _FOLLOW_WAIT_S if self.follower.behind else _IDLE_WAIT_S):
+            for message in self.link.poll(0.0 if busy else self.follower.wait_s(_IDLE_WAIT_S)):
                 self.handle(message)
             self.admit()
             self.step()
@@ -294,7 +293,8 @@ class Engine:
             raise BadRequest("bad_token", "the prompt is empty; send at least one token")
         if len(tokens) >= context:
             raise BadRequest("too_long", f"{len(tokens)} tokens leave no room for an answer in a context of {context}")
-        if min(tokens) < 0 or max(tokens) >= self.model.vocab_count:
+        ids = sequence.array()
+        if ids.min() < 0 or ids.max() >= self.model.vocab_count:
             raise BadRequest("bad_token", f"token ids must lie in [0, {self.model.vocab_count})")
         biased = sequence.submit.sampling.logit_bias
         if biased and not 0 <= min(biased) <= max(biased) < self.model.vocab_count:
@@ -411,14 +411,14 @@ class Engine:
     ) -> SlotChoice:
         """A recovered stream goes on from rows that came from the tiers, where these hold as much as is chosen.
 
-        `own` is the slot that followed the stream: what has been put back there is not put back again.
+        `own` is the slot that followed the stream: what has been put back there is not looked for, nor put back again.
         """
-        followed = self.follower.exact_count(choice.source) >= choice.shared
-        if not sequence.recovering or followed or self.lookup.stored(sequence, tokens, limit) < choice.shared:
+        if not sequence.recovering or self.follower.exact_count(choice.source) >= choice.shared:
             return choice
-        if own is None:
-            return replace(choice, shared=0)
-        return SlotChoice(own, own, min(own.common_prefix(tokens), limit))
+        there = min(own.common_prefix(tokens), limit) if own is not None else 0
+        if there < choice.shared and self.lookup.stored(sequence, tokens, limit, there) < choice.shared:
+            return choice
+        return SlotChoice(own, own, there) if own is not None else replace(choice, shared=0)
 
     def _admissible(self, sequence: Sequence) -> bool:
         """Not while its grammar is compiled, nor while another sequence computes a prefix that it can take over (n > 1)."""

@@ -446,7 +446,7 @@ FromEngine = Union[
 
 
 class Subscribe(Message, frozen=True):
-    """First message of a gateway to the host agent; answered by one `EngineUp` for each live engine and the last `EngineGone` of each.
+    """First message of a gateway to the host agent; answered by one `EngineUp` for each live engine, and every `EngineGone` of late.
 
     Then come news as it happens.
     """

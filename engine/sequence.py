@@ -128,7 +128,9 @@ class Sequence:
         return "restored" if self.restore and self.restore.reused else "resident"
 
     def array(self) -> np.ndarray:
-        """The token list as int32."""
+        """The token list as int32, maybe read-only."""
+        if len(self.tokens) == self.submitted_count:
+            return np.frombuffer(self.submit.tokens, "<i4")
         return np.asarray(self.tokens, dtype=np.int32)
 
 

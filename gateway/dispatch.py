@@ -550,19 +550,14 @@ class Dispatcher:
         metrics.delivered_tokens.inc(len(outputs))
         if recovered is not None:
             stream.comment(failover.recovered_comment(recovered))
-        self._extend_follows(stream)
+        for engine in self._ready():
+            following.delivered(engine, stream)
         if stream.finish:
             if stream.stopped_by_text:
                 self._cancel_at_engine(stream, len(stream.tokens))
             self._finish(stream)
         else:
             stream.advance_readers()
-
-    def _extend_follows(self, stream: Stream) -> None:
-        for engine in self.engines.values():
-            state = engine.followed.get(stream.id)
-            if state is not None and engine.ready:
-                following.extend(engine, stream, state)
 
     def _end_recovery(self, stream: Stream, now: float) -> j.Recovery:
         recovery: j.Recovery = stream.recovery.finish(now)

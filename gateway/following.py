@@ -1,8 +1,9 @@
 """What engines follow on the gateway's word: streams of other engines whose state they keep on their device. Stage: restore.
 
 Runs on the event loop. Hot standbys and migrations share this: whoever wants a stream followed names itself as a user, and an
-engine follows while it has one. Every delivered token is handed on, so what a recovery or a move still has to restore is
-the last step's rows. A session between two turns is followed under a name of its own (`idle_name`).
+engine follows while it has one. A target of a move is handed every delivered token at once; a standby some at a time, since waking it for
+each costs the engine that serves more than restoring the last rows costs a recovery. A session between two turns is followed under
+a name of its own (`idle_name`).
 Source: `Follow`, `Followed` in engine/messages.py, engine/follow.py.
 """
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from gateway.streams import Stream
 
 log = structlog.get_logger()
+
+STANDBY = "standby"  # users
+MOVE = "move"
+STANDBY_TOKENS = 8  # that a standby is handed at once: as many rows are restored in about a millisecond
 
 
 @dataclass(slots=True)
@@ -84,6 +89,13 @@ def want_idle(engine: Engine, idle: IdleSession, user: str, now: float) -> Follo
     return state
 
 
+def delivered(engine: Engine, stream: Stream) -> None:
+    """Tokens were delivered: hand them on, if the engine follows the stream and it is time to."""
+    state = engine.followed.get(stream.id)
+    if state is not None and (MOVE in state.users or len(stream.tokens) - state.sent_count >= STANDBY_TOKENS):
+        extend(engine, stream, state)
+
+
 def extend(engine: Engine, stream: Stream, state: FollowState) -> None:
     """Hand on the tokens that the engine doesn't know yet."""
     count = len(stream.tokens)
@@ -125,6 +137,7 @@ def heard(engine: Engine, message: m.Followed, stream: Stream | None) -> None:
         state.over.set()
         log.info("follow.refused", engine=engine.name, stream=message.stream, why=message.refused)
     else:
+        state.refused = ""  # it refused an earlier wish, which this one crossed
         state.position = message.position
         state.caught_up = message.caught_up
         if state.caught_up:

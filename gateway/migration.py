@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-USER = "move"
 CLOSE_TOKENS = 8  # so many missing rows are restored within a step's time
 PRECOPY_LIMIT_S = 20.0
 LOOK_INTERVAL_S = 0.05
@@ -144,7 +143,7 @@ class Moves:
         self.moves[stream.id] = move
         log.info("migrate.begun", stream=stream.id, source=source.name, target=target.name, why=why, carries_state=same)
         if same:
-            following.want(target, stream, USER)
+            following.want(target, stream, following.MOVE)
         asyncio.get_running_loop().call_later(PRECOPY_LIMIT_S + LOOK_INTERVAL_S, self._time_is_up, move)
         self._look(move)
         return move
@@ -158,13 +157,13 @@ class Moves:
             return "not resident: its next request can go to any engine"
         if all(e.hello is not None and e.hello.root != target.hello.root for e in holders):
             return "the engines keep state in another form; its next request computes it"
-        state, why = following.want_idle(target, idle, USER, self._dispatcher.now()), "lost"
+        state, why = following.want_idle(target, idle, following.MOVE, self._dispatcher.now()), "lost"
         try:
             async with asyncio.timeout(timeout_s):
                 await state.over.wait()
         except TimeoutError:
             why = "timeout"
-        following.drop(target, state.stream, USER)
+        following.drop(target, state.stream, following.MOVE)
         if state.refused or not state.caught_up:
             return f"target refused: {state.refused or why}"
         if self._dispatcher.is_answering(session):
@@ -356,7 +355,7 @@ class Moves:
         self.moves.pop(move.stream.id, None)
         target = self._dispatcher.engines.get(move.target)
         if target is not None:
-            following.drop(target, move.stream.id, USER)
+            following.drop(target, move.stream.id, following.MOVE)
         if not move.done.done():
             move.done.set_result(move)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gateway.engines import Engine
     from gateway.streams import Stream
 
-USER = "standby"
 IDLE_KEPT = 256  # sessions that are remembered, so that one that is pinned later can be protected
 IDLE_RETRY_S = 5.0  # until a standby that had no slot for an idle session is asked again
 
@@ -106,7 +105,7 @@ class Standbys:
         """Its standby has a slot for another one now; its session begins to be idle."""
         standby = self._follower(stream.id)
         for engine in self._dispatcher.engines.values():
-            following.drop(engine, stream.id, USER)
+            following.drop(engine, stream.id, following.STANDBY)
         self._rest(stream, standby)
         kept = self._kept()
         for owner in self._dispatcher.engines.values():
@@ -167,7 +166,9 @@ class Standbys:
 
     def _kept(self) -> set[str]:
         engines = [engine for engine in self._dispatcher.engines.values() if engine.ready]
-        return {s.stream for e in engines for s in e.followed.values() if USER in s.users and not s.refused}
+        return {
+            s.stream for e in engines for s in e.followed.values() if following.STANDBY in s.users and not s.refused
+        }
 
     def _follower(self, name: str, *, caught_up: bool = False) -> str:
         for engine in self._dispatcher.engines.values():
@@ -183,9 +184,9 @@ class Standbys:
         choice = choose_standby(views, owner.name, owner.hello.root)
         for engine in self._dispatcher.engines.values():
             if engine.name != choice:
-                following.drop(engine, stream.id, USER)
+                following.drop(engine, stream.id, following.STANDBY)
         if choice is not None:
-            following.want(self._dispatcher.engines[choice], stream, USER)
+            following.want(self._dispatcher.engines[choice], stream, following.STANDBY)
 
     # ------------------------------------------------------------ idle sessions
 
@@ -198,12 +199,12 @@ class Standbys:
         for engine, state in list(self._idle_follows(refused=True)):
             waits = state.refused and now - state.since < IDLE_RETRY_S
             if chosen.get(state.session) != engine.name:
-                following.drop(engine, state.stream, USER)
+                following.drop(engine, state.stream, following.STANDBY)
             elif waits:
                 del chosen[state.session]
                 self._retry_later()
         for session, name in chosen.items():
-            following.want_idle(engines[name], self._idle[session], USER, now)
+            following.want_idle(engines[name], self._idle[session], following.STANDBY, now)
 
     def _retry_later(self) -> None:
         if self._retry is None:
@@ -216,7 +217,7 @@ class Standbys:
     def _idle_follows(self, *, refused: bool = False) -> Iterable[tuple[Engine, FollowState]]:
         for engine in self._dispatcher.engines.values():
             for state in engine.followed.values():
-                if state.session and USER in state.users and (refused or not state.refused):
+                if state.session and following.STANDBY in state.users and (refused or not state.refused):
                     yield engine, state
 
     def _idle_views(self) -> list[IdleView]:
@@ -254,7 +255,7 @@ class Standbys:
         name = following.idle_name(session)
         standby = self._follower(name) if session else ""
         for engine in self._dispatcher.engines.values() if session else ():
-            following.drop(engine, name, USER)
+            following.drop(engine, name, following.STANDBY)
         self._forget(session)
         return standby
 
@@ -271,7 +272,7 @@ class Standbys:
             if heir is None or not position:
                 self._wake(idle.session)
                 continue
-            following.drop(heir, name, USER)
+            following.drop(heir, name, following.STANDBY)
             heir.keep(name, idle.namespace, idle.session, idle.tokens[: 4 * position])
             idle.owner = heir.name
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the se
 QUICK_RESTARTS = 5
 RESTART_LOOK_S = 0.05
 SUBSCRIBER_BUFFER_BYTES = 1 << 20
+DEATHS_KEPT = 64  # told to a gateway that subscribes: it may have been away
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +314,7 @@ class HostAgent:
         self._nursery = Nursery(self.paths.nursery_socket)
         self._direct: dict[int, subprocess.Popen[bytes]] = {}
         self._subscribers: set[asyncio.StreamWriter] = set()
-        self._gone: dict[str, messages.EngineGone] = {}  # the last of each engine
+        self._gone: deque[messages.EngineGone] = deque(maxlen=DEATHS_KEPT)
         self._stopping = asyncio.Event()
         self._ever_served = False
         self._backoff = Backoff(self.host.restart_backoff_ms, self.host.restart_limit_ms, self.host.restart_reset_s)
@@ -443,7 +445,8 @@ class HostAgent:
     def _tell_gone(self, watch: EngineWatch, down: Down) -> None:
         oom = watch.out_of_memory
         outside = from_outside(down.reason, down.cause, watch.exit_code, fenced=watch.fenced, out_of_memory=oom)
-        gone = self._gone[watch.engine] = messages.EngineGone(watch.engine, watch.incarnation, watch.exit_code, outside)
+        gone = messages.EngineGone(watch.engine, watch.incarnation, watch.exit_code, outside)
+        self._gone.append(gone)
         self._tell(gone)
 
     async def _start(self, engine: str) -> EngineWatch:
@@ -546,7 +549,7 @@ class HostAgent:
             for watch in self.watches.values():
                 if watch.ready:
                     writer.write(wire.encode(self._up(watch)))
-            for gone in self._gone.values():  # it may have missed them
+            for gone in self._gone:  # it may have missed them
                 writer.write(wire.encode(gone))
         else:
             self._take_suspect(message, writer)
@@ -558,9 +561,9 @@ class HostAgent:
         elif watch is None or watch.incarnation > message.incarnation:
             # Told already, perhaps before this gateway subscribed; say it again.
             writer.write(wire.encode(messages.EngineDown(message.engine, message.incarnation, "killed", 0.0, 0.0)))
-            gone = self._gone.get(message.engine)
-            if gone is not None and gone.incarnation == message.incarnation:
-                writer.write(wire.encode(gone))
+            for gone in self._gone:
+                if (gone.engine, gone.incarnation) == (message.engine, message.incarnation):
+                    writer.write(wire.encode(gone))
 
     def _up(self, watch: EngineWatch) -> messages.EngineUp:
         return messages.EngineUp(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine import messages as m
+from gateway.following import STANDBY_TOKENS
 from gateway.migration import PRECOPY_LIMIT_S, MoveView, decide
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine
@@ -276,8 +277,10 @@ async def stopped(engine: FakeEngine) -> bool:
 
 async def test_hot_standby_follows_every_stream_and_takes_over(make_world) -> None:  # type: ignore[no-untyped-def]
     world, source, standby = await pair(make_world, failover="hot")
-    task, stream = await running(world, source)
-    await world.until(lambda: follows_all(standby, stream, source))
+    task, stream = await running(world, source, STANDBY_TOKENS - 1)
+    await world.until(lambda: knows(standby, stream, PROMPT_COUNT))
+    source.allow(1)
+    await world.until(lambda: knows(standby, stream, PROMPT_COUNT + STANDBY_TOKENS))
     row = next(r for r in (await world.get("/admin/engines"))["data"] if r["id"] == "e1")
     assert row["following"][0]["for"] == ["standby"]
     await source.kill()
@@ -286,8 +289,9 @@ async def test_hot_standby_follows_every_stream_and_takes_over(make_world) -> No
     assert not standby.follows
 
 
-async def follows_all(standby: FakeEngine, stream: str, source: FakeEngine) -> bool:
-    return len(standby.follows.get(stream, [])) == PROMPT_COUNT + 4
+async def knows(standby: FakeEngine, stream: str, count: int) -> bool:
+    """It was handed exactly so many tokens: it isn't woken for each."""
+    return len(standby.follows.get(stream, [])) == count
 
 
 async def test_standby_that_comes_back_protects_what_moved(make_world) -> None:  # type: ignore[no-untyped-def]

@@ -154,6 +154,28 @@ async def test_engine_that_crashed_died_by_itself_and_a_fenced_one_too(paths: Pa
         gateway.close()
 
 
+async def until_serves(agent: Agent, incarnation: int) -> None:
+    await until(
+        f"e0's start {incarnation}", lambda: all_ready(agent) and agent.watches["e0"].incarnation == incarnation
+    )
+
+
+async def test_gateway_that_was_away_hears_of_every_death_that_it_missed(paths: Paths) -> None:
+    async with running(agent_settings(paths, nursery=False, engines=1)) as agent:
+        for incarnation in (1, 2):
+            await until_serves(agent, incarnation)
+            os.kill(agent.watches["e0"].pid, signal.SIGKILL if incarnation == 1 else signal.SIGSEGV)
+        await until_serves(agent, 3)
+        gateway = await Gateway.connect(paths)
+        assert (await gateway.next()).incarnation == 3
+        heard = [await gateway.next_of(messages.EngineGone) for _ in range(2)]
+        assert sorted((gone.incarnation, gone.exit, gone.from_outside) for gone in heard) == [
+            (1, -signal.SIGKILL, True),
+            (2, -signal.SIGSEGV, False),
+        ]
+        gateway.close()
+
+
 async def test_stopped_engine_is_hung_and_fenced(paths: Paths) -> None:
     async with running(agent_settings(paths, nursery=False)) as agent:
         await until("engines", lambda: all_ready(agent))

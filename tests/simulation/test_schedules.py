@@ -18,7 +18,7 @@ from tests.simulation.virtual_time import run
 
 # In one process, so that what was seen adds up.
 pytestmark = pytest.mark.xdist_group("simulation")
-REGRESSIONS: list[int] = []
+REGRESSIONS: list[int] = [1001096]
 POISON_REGRESSIONS: list[int] = []
 KEPT = "concordia/simulation-seeds"
 CHOSEN = os.environ.get("SIMULATION_SEEDS", "")
