@@ -42,6 +42,14 @@ class DriverError(StreamError):
     """The system didn't do what was waited for; the message has the end of its log."""
 
 
+class NotAnswered(DriverError):
+    """The connection ended before there was so much as a header: nothing was promised, the request may be sent again."""
+
+
+class StreamOver(DriverError):
+    """Nothing is left to be computed of the stream, so no engine serves it."""
+
+
 def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.01) -> T:
     """Call `probe` until it gives something true; DriverError when the deadline passes."""
     deadline = time.monotonic() + timeout_s
@@ -221,6 +229,8 @@ class System:
 
         try:
             return wait_for(what, checked, timeout_s, every_s)
+        except StreamOver:
+            raise
         except DriverError as error:
             raise DriverError(f"{error}; end of {self.log_path}:\n{self.log_tail()}") from None
 
@@ -361,13 +371,23 @@ class System:
         return [engine for engine in self.engines() if engine.state == "ready" and alive(engine.pid)]
 
     def serving_engine(self, stream_id: str = "") -> EngineView:
-        """The engine that works on the stream (or the only busy one)."""
+        """The engine that works on the stream (or the only busy one). Raises StreamOver."""
 
         def probe() -> EngineView | None:
             serving = [e for e in self.engines() if any(stream_id in s["stream"] for s in e.streams)]
+            if not serving and stream_id and self.is_over(stream_id):
+                raise StreamOver(f"stream {stream_id} has ended")
             return serving[0] if serving else None
 
         return self.wait(f"an engine that serves {stream_id or 'anything'}", probe, 60.0, 0.01)
+
+    def is_over(self, stream_id: str) -> bool:
+        """Whether the gateway says that nothing more is computed of the stream."""
+        try:
+            status, _, body = self.call("GET", "/v1/streams?all=true", timeout_s=5.0)
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == 200 and not any(stream_id in (row["id"], row["group"]) for row in body["data"])
 
     # ------------------------------------------------------------ streams
 
@@ -382,7 +402,10 @@ class System:
         timeout_s: float = 120.0,
         answer: Answer | None = None,
     ) -> Answer:
-        """POST a streamed request (with usage), read it to its end; `watch` runs after each event, hangs up after `stop_after` tokens."""
+        """POST a streamed request (with usage), read it to its end; `watch` runs after each event, hangs up after `stop_after` tokens.
+
+        Raises NotAnswered; a connection that ends later is said in the answer (`broken`).
+        """
         usage = {"stream_options": {"include_usage": True}}
         body = {"model": self.model_name(), **usage, **body, "stream": True}
         return self._read("POST", path, body, headers, watch, stop_after, timeout_s, answer or Answer())
@@ -422,7 +445,10 @@ class System:
         answer: Answer,
     ) -> Answer:
         answer.sent_at = time.perf_counter()
-        connection = SseConnection(self.port, method, path, body, self.headers(headers), timeout_s)
+        try:
+            connection = SseConnection(self.port, method, path, body, self.headers(headers), timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            raise NotAnswered(f"{method} {path}: {error!r}") from error
         try:
             answer.status, answer.headers = connection.status, connection.headers
             answer.stream_id = connection.headers.get("x-stream-id", answer.stream_id)

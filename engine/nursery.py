@@ -10,6 +10,7 @@ Anything wrong is answered by {"error": text}. Engines outlive the nursery: each
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -193,14 +194,28 @@ def set_thread_environment(threads: int) -> None:
 def import_engine(model_dir: str) -> Run:
     """Import all that an engine needs, the model's own module too, and give `engine.main.run`."""
     started = time.monotonic()
+    gc.disable()  # nothing that is imported is garbage: looking for some among it takes an eighth of the time
     from engine import main as engine_main
+    from engine.lean_transformers import lean
 
-    importlib.import_module("sympy")  # torch does as a model's layers are made: once here, not in every engine
+    with lean():
+        # torch does as a model's layers are made: once here, not in every engine
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    _compile_renamings()
     _know_model(Path(model_dir))
     gc.collect()
     gc.freeze()  # what is imported now is shared with the children, page by page, until somebody writes
+    gc.enable()
     log.info("nursery.imported", seconds=round(time.monotonic() - started, 2))
     return engine_main.run
+
+
+def _compile_renamings() -> None:
+    """The thousand patterns by which transformers renames weights of all its models: half of what an engine's start would take."""
+    with contextlib.suppress(ImportError):  # an engine does it itself, where transformers does it elsewhere
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
 
 
 def _know_model(model_dir: Path) -> None:

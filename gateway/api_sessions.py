@@ -131,6 +131,9 @@ def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERA
     ]
     resident = bool(engines) and not record.parked
     standbys = gateway.dispatcher.standbys
+    standby, standby_position = (
+        standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else ("", 0)
+    )
     return {
         "id": caller.shown(record.session),
         "object": "session",
@@ -146,7 +149,8 @@ def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERA
         "durable_lag": captured - durable,
         "degraded": gateway.durability.of_session(captured, durable, tokens, engines, record.namespace),
         "engines": engines,
-        "standby": standbys.standby_of(record.session, (stream.id for stream in live)) if standbys else None,
+        "standby": standby or None,
+        "standby_position": standby_position,
         "live_streams": [stream.id for stream in live],
         "forked_from": caller.shown(record.forked_from) or None,
         "fork_position": record.fork_position or None,

@@ -63,6 +63,11 @@ class FollowState:
     users: set[str] = field(default_factory=set)
     over: asyncio.Event = field(default_factory=asyncio.Event)  # caught up for the first time, or refused
 
+    @property
+    def whole(self) -> bool:
+        """All of an idle session is there; `caught_up` says: all that the tiers have."""
+        return bool(self.session) and 4 * self.position == len(self.tokens)
+
 
 def want(engine: Engine, stream: Stream, user: str) -> FollowState:
     """Have the engine follow the stream."""

@@ -95,7 +95,9 @@ lane_waiting = _gauge("lane_waiting_records", "Records of a lane that are not in
 host_link_up = _gauge("host_link_up", "1 while the gateway is connected to the host agent")
 engine_losses = _counter("engine_losses", "Engines lost", ("reason",))
 streams_unprotected = _gauge("streams_unprotected", "Live streams that no hot standby follows (policy hot)")
-sessions_protected = _gauge("sessions_protected", "Idle sessions whose state a hot standby has as well (policy hot)")
+sessions_protected = _gauge(
+    "sessions_protected", "Idle sessions all of whose state a hot standby has as well (policy hot)"
+)
 migrations = _counter("migrations", "Moves of streams to other engines, by how they ended", ("outcome",))
 migration_downtime_s = _histogram(
     "migration_downtime_seconds", "The source's last token to the target's first one", _GAP_S

@@ -152,15 +152,15 @@ class Standbys:
         kept = self._kept()
         engines = self._dispatcher.engines.values()
         metrics.streams_unprotected.set(sum(stream not in kept for engine in engines for stream in engine.streams))
-        metrics.sessions_protected.set(sum(state.caught_up for _, state in self._idle_follows()))
+        metrics.sessions_protected.set(sum(state.whole for _, state in self._idle_follows()))
 
-    def standby_of(self, session: str, streams: Iterable[str] = ()) -> str | None:
-        """The engine whose device has the session's state as well: of its live stream, or between two turns."""
+    def standby_of(self, session: str, streams: Iterable[str] = ()) -> tuple[str, int]:
+        """The engine that follows the session, live or between two turns, and how many tokens' state is there; ("", 0): none."""
         for name in (*streams, following.idle_name(session)):
-            engine = self._follower(name, caught_up=True)
+            engine = self._follower(name)
             if engine:
-                return engine
-        return None
+                return engine, self._dispatcher.engines[engine].followed[name].position
+        return "", 0
 
     # ------------------------------------------------------------ live streams
 
@@ -170,10 +170,10 @@ class Standbys:
             s.stream for e in engines for s in e.followed.values() if following.STANDBY in s.users and not s.refused
         }
 
-    def _follower(self, name: str, *, caught_up: bool = False) -> str:
+    def _follower(self, name: str) -> str:
         for engine in self._dispatcher.engines.values():
             state = engine.followed.get(name)
-            if engine.ready and state is not None and not state.refused and (state.caught_up or not caught_up):
+            if engine.ready and state is not None and not state.refused:
                 return engine.name
         return ""
 

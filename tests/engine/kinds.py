@@ -83,11 +83,3 @@ def write_model(name: str, directory: Path, seed: int = 5, context_tokens: int =
         model = model.half().float()
     model.save_pretrained(directory)
     return directory
-
-
-if __name__ == "__main__":
-    import sys
-
-    from tests.system.tiny_model import write_tokenizer
-
-    write_tokenizer(write_model(sys.argv[1], Path(sys.argv[2])))

@@ -83,7 +83,8 @@ async def test_idle_session_is_followed_and_its_next_turn_needs_no_restore_after
     world, owner, standby = await hot(make_world)
     await turn(world, "s")
     await until_follows(world, "e1", "s")
-    assert (await world.get("/v1/sessions/s"))["standby"] == "e1"
+    view = await world.get("/v1/sessions/s")
+    assert (view["standby"], view["standby_position"]) == ("e1", view["tokens"])
     async with world.http.get("/metrics") as response:
         assert "concordia_sessions_protected 1.0" in await response.text()
     held = standby.follows["idle:s"]
@@ -100,6 +101,17 @@ async def test_idle_session_is_followed_and_its_next_turn_needs_no_restore_after
     await turn(world, "s")
     assert len(standby.submits) == 1
     assert not back.submits
+
+
+async def test_session_whose_last_token_its_standby_does_not_have_yet_is_not_said_to_be_protected(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, _, standby = await hot(make_world)
+    standby.follow_lag = 1
+    await turn(world, "s")
+    await until_follows(world, "e1", "s")
+    view = await world.get("/v1/sessions/s")
+    assert (view["standby"], view["standby_position"]) == ("e1", view["tokens"] - 1)
+    async with world.http.get("/metrics") as response:
+        assert "concordia_sessions_protected 0.0" in await response.text()
 
 
 async def test_turn_at_its_owner_is_followed_at_the_same_standby(make_world) -> None:  # type: ignore[no-untyped-def]

@@ -17,11 +17,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from bench.driver import DriverError, EngineView, System
-from bench.sse import Answer
+from bench.driver import DriverError, EngineView, NotAnswered, StreamOver, System, wait_for
+from bench.sse import Answer, Watcher
 
+T = TypeVar("T")
 ANSWER_TOKENS = 48
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "seed": 20261129}
@@ -41,25 +42,33 @@ ONE_THREAD = {"threads": 1, "restore": "always", "prefault_tokens": 0}
 
 def build_tiny_model(cache: Path) -> Path:
     """The tiny seeded model's directory, made once for this version of `tiny_model.py`."""
-    return _built(cache, "tests.system.tiny_model", [Path(__file__).with_name("tiny_model.py")])
+    from tests.system import tiny_model
+
+    return _built(cache, "tiny", [Path(tiny_model.__file__)], tiny_model.write)
 
 
 def build_kind(name: str, cache: Path) -> Path:
     """Directory of the tiny model of one architecture (tests/engine/kinds.py) with a tokenizer, made once for this version."""
-    sources = [ROOT / "tests/engine/kinds.py", Path(__file__).with_name("tiny_model.py")]
-    return _built(cache, "tests.engine.kinds", sources, name)
+    from tests.engine import kinds
+    from tests.system import tiny_model
+
+    def write(directory: Path) -> None:
+        tiny_model.write_tokenizer(kinds.write_model(name, directory))
+
+    return _built(cache, name, [Path(kinds.__file__), Path(tiny_model.__file__)], write)
 
 
-def _built(cache: Path, module: str, sources: list[Path], *arguments: str) -> Path:
-    """What `python -m MODULE ARGUMENTS DIRECTORY` makes of these sources; a directory is whole or not there, whoever asks meanwhile."""
+def _built(cache: Path, name: str, sources: list[Path], write: Callable[[Path], None]) -> Path:
+    """What `write` makes, which these sources define; a directory is whole or not there, whoever asks meanwhile.
+
+    In this process, which has torch as a rule: a process of its own would take ten times as long, most of it for imports.
+    """
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    target = cache / "-".join((*arguments, digest))
+    target = cache / f"{name}-{digest}"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=cache) as directory:
             made = Path(directory) / "made"
-            command = [sys.executable, "-m", module, *arguments, str(made)]
-            done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stderr
+            write(made)
             with contextlib.suppress(OSError):
                 made.rename(target)  # somebody else was first: theirs is the same
     assert (target / "tokenizer.json").exists(), target
@@ -193,6 +202,27 @@ def words(seed: int, count: int) -> str:
     )
 
 
+def to_its_end(system: System, path: str, body: dict[str, Any], watch: Watcher | None = None) -> Answer:
+    """An answer as a client gets it that comes back whatever is killed: by its cursor, or with the same request if that was never answered.
+
+    path, body  of a request that is stored
+    watch       runs after each event of the first connection that is answered
+    """
+    answer = Answer()
+
+    def attempt() -> bool:
+        if not answer.stream_id:
+            with contextlib.suppress(NotAnswered):
+                system.stream(path, body, watch=watch, answer=answer)
+        else:
+            with contextlib.suppress(DriverError):  # a gateway that isn't there yet, or not yet whole
+                system.resume(answer)
+        return answer.done
+
+    wait_for("the end of an answer", attempt, 120.0, every_s=0.05)
+    return answer
+
+
 # ---------------------------------------------------------------- acting in mid-answer
 
 
@@ -210,10 +240,11 @@ def after(token_count: int, act: Callable[[Answer], Any]) -> Callable[[Answer], 
 
 
 def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[[Answer], None]:
-    """Acts by sending a signal to the engine that serves the stream now."""
+    """Acts by sending a signal to the engine that serves the stream now, if one still does."""
 
     def act(answer: Answer) -> None:
-        kill_serving(system, answer.stream_id, number)
+        with contextlib.suppress(StreamOver):
+            kill_serving(system, answer.stream_id, number)
 
     return act
 
@@ -221,7 +252,7 @@ def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[
 def kill_serving(system: System, stream_id: str, number: signal.Signals = signal.SIGKILL, pid: int = 0) -> int:
     """Send a signal to the engine that serves the stream, `pid` if it still does; return the pid that got it.
 
-    An engine that was replaced meanwhile is looked up again: the one to be hit is the one that serves now.
+    An engine that was replaced meanwhile is looked up again: the one to be hit is the one that serves now. Raises StreamOver.
     """
     for _ in range(100):
         with contextlib.suppress(ProcessLookupError):
@@ -233,19 +264,48 @@ def kill_serving(system: System, stream_id: str, number: signal.Signals = signal
 
 
 def kill_at(system: System, token_count: int) -> Callable[[Answer], None]:
-    """A watcher that kills the serving engine when that many tokens have come.
+    """A watcher that kills the serving engine when that many tokens have come, or nobody if the answer is over by then.
 
     The engine is looked up at the first event, so that nothing stands between a later token and its kill.
     """
     found: list[EngineView] = []
 
     def watch(answer: Answer) -> None:
-        if not found:
-            found.append(system.serving_engine(answer.stream_id))
-        act(answer)
+        with contextlib.suppress(StreamOver):
+            if not found:
+                found.append(system.serving_engine(answer.stream_id))
+            act(answer)
 
     act = after(token_count, lambda answer: kill_serving(system, answer.stream_id, pid=found[0].pid))
     return watch
+
+
+def until(hit: Callable[[T], Any], system: System, run: Callable[[], T], tries: int = 8) -> T:
+    """The first `run` of which `hit` holds. Where others take the cores, an answer may be over before what was to come amid it."""
+    for _ in range(tries):
+        settled(system)
+        with contextlib.suppress(StreamOver):
+            result = run()
+            if hit(result):
+                return result
+    raise AssertionError(f"{tries} times it was over before anything happened to it")
+
+
+def killed_at_every_token(system: System, path: str, body: dict[str, Any], want: Answer, label: str) -> None:
+    """The same answer, with its engine killed after each of its tokens; most kills must have hit the answer."""
+    last = len(want.tokens) - 3  # later than that, the rest is on its way by the time of the kill
+    recovered = 0
+    for position in range(len(want.tokens)):
+        for _ in range(1 if position > last else 3):
+            settled(system)
+            got = system.stream(path, body, watch=kill_at(system, position))
+            assert_same(got, want, f"{label}, killed after {position} tokens")
+            assert not recoveries(got) or got.comments, "a recovery is marked by an SSE comment"
+            if recoveries(got):
+                recovered += 1
+                break
+    print(f"{label}: {recovered} of {len(want.tokens)} kills came before the answer's last token")
+    assert recovered >= len(want.tokens) // 2, "most kills must have hit the answer"
 
 
 # ---------------------------------------------------------------- what must hold

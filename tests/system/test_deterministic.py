@@ -43,21 +43,21 @@ def test_four_streams_of_a_killed_engine_end_as_each_would_alone(exact: System, 
         alone.append(exact.stream(h.CHAT, {**body, "capture": False}))
         h.settled(exact)
     for position in (1, 12, 25):
-        killed = threading.Event()
 
-        def kill_once(answer: Answer, killed: threading.Event = killed) -> None:
-            if not killed.is_set():
-                killed.set()
-                h.killer(exact)(answer)
+        def run(position: int = position) -> list[Answer]:
+            killed = threading.Event()
 
-        calls = [partial(exact.stream, h.CHAT, body, watch=h.after(position, kill_once)) for body in asked]
-        together = at_once(calls)
-        assert killed.is_set()
+            def kill_once(answer: Answer) -> None:
+                if not killed.is_set():
+                    killed.set()
+                    h.killer(exact)(answer)
+
+            return at_once([partial(exact.stream, h.CHAT, body, watch=h.after(position, kill_once)) for body in asked])
+
+        together = h.until(lambda answers: any(map(h.recoveries, answers)), exact, run)
         for index, (got, want) in enumerate(zip(together, alone, strict=True)):
             h.assert_same(got, want, f"{mode}, stream {index}, killed after {position} tokens")
             assert logprobs(got) == logprobs(want), f"{mode}, stream {index}, killed after {position} tokens"
-        assert any(h.recoveries(answer) for answer in together)
-        h.settled(exact)
 
 
 def logprobs(answer: Answer) -> list[Any]:

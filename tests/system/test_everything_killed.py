@@ -83,9 +83,9 @@ def test_tiny_host_agent_killed_engines_go_on_and_are_adopted(tiny: System) -> N
         "running engines are adopted, not started again"
     )
 
-    again = tiny.stream(h.CHAT, body, watch=h.kill_at(tiny, 20))
+    # The new host agent watches the engines that it adopted.
+    again = h.until(h.recoveries, tiny, lambda: tiny.stream(h.CHAT, body, watch=h.kill_at(tiny, 20)))
     h.assert_same(again, want, "engine killed under the new host agent")
-    assert h.recoveries(again), "the new host agent watches the engines that it adopted"
 
 
 def test_tiny_keeper_killed_streams_go_on_and_records_reach_the_disk(tiny: System) -> None:

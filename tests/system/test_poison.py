@@ -34,23 +34,28 @@ def test_tiny_poison_request_is_ended_and_its_neighbours_go_on(tiny: System) -> 
     bodies = [h.chat(tiny, text, tokens=120) for text in texts]
     want = [tiny.stream(h.CHAT, body) for body in bodies]
     h.settled(tiny)
-    poison = h.completion(tiny, h.random_tokens(72, LONG_PROMPT_TOKENS, low=3, high=512), tokens=100)
-    over = threading.Event()
-    killer = threading.Thread(target=kill_whoever_computes, args=(tiny, "poison", over))
-    killer.start()
+    seeds = iter(range(72, 100))
 
-    def send_poison() -> Answer:
+    def run() -> list[Answer]:
+        poison = h.completion(tiny, h.random_tokens(next(seeds), LONG_PROMPT_TOKENS, low=3, high=512), tokens=100)
+        over = threading.Event()
+        killer = threading.Thread(target=kill_whoever_computes, args=(tiny, "poison", over))
+        killer.start()
+
+        def send_poison() -> Answer:
+            try:
+                return tiny.stream(h.COMPLETIONS, poison, headers={"X-Session-Id": "poison"})
+            finally:
+                over.set()
+
+        calls: list[Any] = [lambda body=body: tiny.stream(h.CHAT, body) for body in bodies]
         try:
-            return tiny.stream(h.COMPLETIONS, poison, headers={"X-Session-Id": "poison"})
+            return at_once([*calls, send_poison], 110.0)
         finally:
             over.set()
+            killer.join()
 
-    calls: list[Any] = [lambda body=body: tiny.stream(h.CHAT, body) for body in bodies]
-    try:
-        *neighbours, ended = at_once([*calls, send_poison], 110.0)
-    finally:
-        over.set()
-        killer.join()
+    *neighbours, ended = h.until(lambda answers: answers[-1].error, tiny, run)
     assert ended.error["code"] == "poison_request", ended.describe()
     for got, whole in zip(neighbours, want, strict=True):
         h.assert_same(got, whole, "beside a poison request")

@@ -5,8 +5,6 @@ Each answer must be what it is when nothing happens. One system a policy, shared
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import os
 import signal
 import threading
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.driver import DriverError, System, at_once, wait_for
+from bench.driver import StreamOver, System, at_once
 from bench.sse import Answer
 from tests.system import conftest
 from tests.system import harness as h
@@ -80,7 +78,7 @@ CASES: dict[str, dict[int, Act]] = {
 
 
 class Trouble:
-    """Acts once at each of the given tokens, when the first of all answers has so many."""
+    """Acts once at each of the given tokens, when the first of all answers has so many and isn't over yet."""
 
     def __init__(self, system: System, acts: dict[int, Act]) -> None:
         self._system = system
@@ -89,26 +87,16 @@ class Trouble:
     def __call__(self, answer: Answer) -> None:
         act, once = self._acts.get(len(answer.tokens), (None, None))
         if act is not None and once is not None and once.acquire(blocking=False):
-            act(self._system, answer)
-
-
-def one(system: System, body: dict[str, Any], watch: Callable[[Answer], None] | None) -> Answer:
-    """To its end, by as many connections as it takes."""
-    answer = system.stream(h.CHAT, body, watch=watch)
-
-    def again() -> bool:
-        with contextlib.suppress(OSError, http.client.HTTPException, DriverError):
-            system.resume(answer)
-        return answer.done
-
-    if not answer.done:
-        wait_for("the stream at a new gateway", again, 90.0, every_s=0.05)
-    return answer
+            try:
+                act(self._system, answer)
+            except StreamOver:
+                once.release()
 
 
 def streams(system: System, count: int, watch: Callable[[Answer], None] | None = None) -> list[Answer]:
+    """Some are on their way when the first has its tokens, others may not even have been asked for."""
     bodies = [h.chat(system, text, tokens=TOKENS, store=True) for text in h.prompts(seed=54, count=count)]
-    return at_once([lambda body=body: one(system, body, watch) for body in bodies])  # type: ignore[misc]
+    return at_once([lambda body=body: h.to_its_end(system, h.CHAT, body, watch) for body in bodies])  # type: ignore[misc]
 
 
 undisturbed: dict[int, list[Answer]] = {}
@@ -117,12 +105,15 @@ undisturbed: dict[int, list[Answer]] = {}
 def check(system: System, count: int, case: str) -> None:
     if count not in undisturbed:  # the same at every installation of this model
         undisturbed[count] = streams(system, count)
-    h.settled(system)
-    got = streams(system, count, Trouble(system, CASES[case]))
-    for number, (want, answer) in enumerate(zip(undisturbed[count], got, strict=True)):
-        h.assert_same(answer, want, f"{case}, stream {number} of {count}")
-    if case in ("killed", "killed twice", "stopped"):
-        assert any(h.recoveries(answer) for answer in got), case
+
+    def disturbed() -> list[Answer]:
+        got = streams(system, count, Trouble(system, CASES[case]))
+        for number, (want, answer) in enumerate(zip(undisturbed[count], got, strict=True)):
+            h.assert_same(answer, want, f"{case}, stream {number} of {count}")
+        return got
+
+    hit = case in ("killed", "killed twice", "stopped")
+    h.until(lambda got: not hit or any(map(h.recoveries, got)), system, disturbed)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -147,22 +138,31 @@ def test_tiny_everything_killed_under_each_policy(any_policy: System, count: int
 @pytest.mark.parametrize("count", [1, 32])
 def test_tiny_engine_killed_while_it_prefills(any_policy: System, count: int) -> None:
     """The kill comes when the gateway has given it the first stream; what is computed undisturbed comes later, from what is stored."""
-    system = any_policy
-    prompts = [h.random_tokens(1000 * count + index, 400, low=3, high=512) for index in range(count)]
-    bodies = [h.completion(system, prompt, tokens=8, store=True) for prompt in prompts]
+    system, seeds = any_policy, iter(range(1000 * count, 1_000_000, count))
 
-    def kill_first() -> None:
-        engine = system.wait("an engine at work", lambda: next((e for e in system.engines() if e.streams), None), 30.0)
-        os.kill(engine.pid, signal.SIGKILL)
+    def disturbed() -> list[tuple[Answer, Answer]]:
+        first_seed = next(seeds)
+        prompts = [h.random_tokens(first_seed + index, 400, low=3, high=512) for index in range(count)]
+        bodies = [h.completion(system, prompt, tokens=8, store=True) for prompt in prompts]
+        over = threading.Event()
 
-    killer = threading.Thread(target=kill_first)
-    killer.start()
-    got = at_once([lambda body=body: system.stream(h.COMPLETIONS, body) for body in bodies])  # type: ignore[misc]
-    killer.join(60.0)
-    h.settled(system)
-    assert any(h.recoveries(answer) for answer in got)
-    want = at_once([lambda body=body: system.stream(h.COMPLETIONS, body) for body in bodies])  # type: ignore[misc]
-    for number, (answer, whole) in enumerate(zip(got, want, strict=True)):
+        def kill_first() -> None:
+            while not over.wait(0.005):
+                for engine in [engine for engine in system.engines() if engine.streams][:1]:
+                    os.kill(engine.pid, signal.SIGKILL)
+                    return
+
+        killer = threading.Thread(target=kill_first)
+        killer.start()
+        got = at_once([lambda body=body: system.stream(h.COMPLETIONS, body) for body in bodies])  # type: ignore[misc]
+        over.set()
+        killer.join(60.0)
+        h.settled(system)
+        want = at_once([lambda body=body: system.stream(h.COMPLETIONS, body) for body in bodies])  # type: ignore[misc]
+        return list(zip(got, want, strict=True))
+
+    pairs = h.until(lambda pairs: any(h.recoveries(answer) for answer, _ in pairs), system, disturbed)
+    for number, (answer, whole) in enumerate(pairs):
         h.assert_whole(answer)
         assert answer.text == whole.text, f"stream {number} of {count}"
 
@@ -179,7 +179,12 @@ def test_tiny_idle_sessions_are_protected_too(hot: System) -> None:
     prompt = h.random_tokens(81, 300, low=3, high=512)
     named = {"X-Session-Id": "calm"}
     hot.stream(h.COMPLETIONS, h.completion(hot, prompt, tokens=40), headers=named)
-    view = hot.wait("a standby", lambda: next((v for v in [session(hot, "calm")] if v["standby"]), None), 30.0)
+
+    def all_there() -> dict[str, Any] | None:
+        view = session(hot, "calm")
+        return view if view["standby_position"] == len(view["token_ids"]) else None
+
+    view = hot.wait("a standby that has all of it", all_there, 30.0)
     (owner,) = view["engines"]
     assert view["standby"] != owner
     victim = hot.signal(owner)
@@ -200,18 +205,17 @@ def test_tiny_hot_standby_moves_and_takes_over(hot: System) -> None:
     """Moved to the standby, which then dies: the one that came before it stands by by then."""
     body = h.chat(hot, h.prompts(seed=59, count=1)[0], h.SAMPLED, tokens=300)
     want = hot.stream(h.CHAT, body)
-    results: list[Any] = []
 
     def migrate(answer: Answer) -> None:
         source = hot.serving_engine(answer.stream_id).id
         target = next(view.id for view in hot.ready_engines() if view.id != source)
-        results.append(hot.call("POST", f"/admin/streams/{answer.stream_id}/migrate", {"engine": target})[2])
+        hot.call("POST", f"/admin/streams/{answer.stream_id}/migrate", {"engine": target})
 
-    move = h.after(30, migrate)
-    end = h.after(150, lambda answer: h.kill_serving(hot, answer.stream_id))
-    got = hot.stream(h.CHAT, body, watch=lambda answer: (move(answer), end(answer))[0])
+    def run() -> Answer:
+        move, end = h.after(30, migrate), h.after(150, h.killer(hot))
+        return hot.stream(h.CHAT, body, watch=lambda answer: (move(answer), end(answer))[0])
+
+    got = h.until(lambda answer: answer.concordia["migrations"] and h.recoveries(answer), hot, run)
     h.assert_same(got, want, "moved, then killed")
-    moves = got.concordia["migrations"]
-    assert moves, results
     (recovery,) = h.recoveries(got)
-    assert recovery["restored_tokens"] >= len(moves), recovery
+    assert recovery["restored_tokens"] >= len(got.concordia["migrations"]), recovery

@@ -1,15 +1,12 @@
 """Make the tiny seeded model of the system tests: a llama of 0.2 million random weights with a tokenizer of 512 tokens.
 
-    python -m tests.system.tiny_model OUT_DIR
-
-Run once, in a process of its own (it imports torch and transformers); `harness.build_tiny_model` caches the result.
-The same seed gives the same weights. `initializer_range` 0.2 keeps greedy text from falling into a one-token loop. The
-tokenizer is byte-level, so a random model also produces pieces of broken UTF-8, which a detokenizer has to survive.
+`harness.build_tiny_model` caches the result. The same seed gives the same weights. `initializer_range` 0.2 keeps greedy text from
+falling into a one-token loop. The tokenizer is byte-level, so a random model also produces pieces of broken UTF-8, which a
+detokenizer has to survive.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 SEED = 11
@@ -60,7 +57,6 @@ def write_model(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=512,
@@ -83,12 +79,8 @@ def write_model(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def main(target: str) -> None:
-    directory = Path(target)
+def write(directory: Path) -> None:
+    """All of it, into a directory that is made."""
     directory.mkdir(parents=True, exist_ok=True)
     write_model(directory)
     write_tokenizer(directory)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
