@@ -17,6 +17,7 @@ import torch
 from engine import attention
 from engine.attention import ArenaCache, ProbeCache
 from engine.model import Model
+from engine.projections import Projections, find_projections
 
 _Forward = Callable[..., Any]
 
@@ -24,8 +25,9 @@ _Forward = Callable[..., Any]
 def compute_in_parts(model: Model, cache: ArenaCache) -> None:
     """Wrap the layers that can't see a whole step. They do as before while `cache.exact` isn't `parts`."""
     recurrent, blocks = _layers(model)
+    projections = find_projections(recurrent, lambda: _run(model, ProbeCache()))
     for layer in recurrent:
-        layer.forward = partial(_token_by_token, layer.forward, cache)  # type: ignore[method-assign]
+        layer.forward = partial(_token_by_token, layer.forward, cache, projections[layer])  # type: ignore[method-assign]
     for block in blocks:
         block.forward = partial(_row_by_row, block.forward, cache)  # type: ignore[method-assign]
 
@@ -63,19 +65,24 @@ def _layers(model: Model) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]
 def _ask(model: Model) -> _NotingCache:
     """A forward pass of two tokens over a cache that notes who comes to it."""
     cache = _NotingCache()
-    cache.begin()
     hooks = (
         torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: cache.stack.append(module)),
         torch.nn.modules.module.register_module_forward_hook(lambda *_: cache.stack.pop() and None),
     )
     try:
-        with torch.inference_mode():
-            ids = torch.tensor([[3, 4]], device=model.device)
-            model.module.base_model(**{"input_ids": ids, model.cache_argument: cache, "use_cache": True})
+        _run(model, cache)
     finally:
         for hook in hooks:
             hook.remove()
     return cache
+
+
+@torch.inference_mode()
+def _run(model: Model, cache: ProbeCache) -> None:
+    """A forward pass of two tokens."""
+    cache.begin()
+    ids = torch.tensor([[3, 4]], device=model.device)
+    model.module.base_model(**{"input_ids": ids, model.cache_argument: cache, "use_cache": True})
 
 
 class _NotingCache(ProbeCache):
@@ -100,7 +107,7 @@ class _NotingCache(ProbeCache):
         return super().update_recurrent_state(*args, **kwargs)
 
 
-def _token_by_token(whole: _Forward, cache: ArenaCache, /, *args: Any, **kwargs: Any) -> Any:
+def _token_by_token(whole: _Forward, cache: ArenaCache, projections: Projections, /, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer over (rows, tokens, ...): each token by a call of its own, that goes on from the one before."""
     rows = cache.rows
     asked = any(given is cache for given in (*args, *kwargs.values()))
@@ -108,13 +115,16 @@ def _token_by_token(whole: _Forward, cache: ArenaCache, /, *args: Any, **kwargs:
         return whole(*args, **kwargs)
     lead = (len(rows.slots), rows.token_count)
     made = []
-    for row in range(len(rows.slots)):
-        cache.row_begins(row)
-        for token in range(rows.token_count):
-            with cache.only(row, token):
-                made.append(_call(whole, lead, row * rows.token_count + token, args, kwargs))
-    cache.row_begins(None)
-    return _joined(made, lead)
+    with projections.whole(args, kwargs) as finished:
+        for row in range(len(rows.slots)):
+            cache.row_begins(row)
+            for token in range(rows.token_count):
+                own = _own(lead, row * rows.token_count + token, args, kwargs)
+                projections.token(row, token, *own)
+                with cache.only(row, token):
+                    made.append(whole(*own[0], **own[1]))
+        cache.row_begins(None)
+        return finished(_joined(made, lead))
 
 
 def _row_by_row(whole: _Forward, cache: ArenaCache, /, *args: Any, **kwargs: Any) -> Any:
@@ -124,19 +134,21 @@ def _row_by_row(whole: _Forward, cache: ArenaCache, /, *args: Any, **kwargs: Any
     count = given.shape[:-1].numel()
     if not _in_parts(cache) or count == 1:
         return whole(*args, **kwargs)
-    return _joined([_call(whole, lead, index, args, kwargs) for index in range(count)], lead)
+    own = [_own(lead, index, args, kwargs) for index in range(count)]
+    return _joined([whole(*each, **named) for each, named in own], lead)
 
 
 def _in_parts(cache: ArenaCache) -> bool:
     return cache.exact == "parts" and attention.current() is cache
 
 
-def _call(whole: _Forward, lead: tuple[int, ...], index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One token: of arguments that hold all of them, the part that is its own."""
-    return whole(
-        *(_of_one(value, lead, index) for value in args),
-        **{name: _of_one(value, lead, index) for name, value in kwargs.items()},
-    )
+def _own(
+    lead: tuple[int, ...], index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of arguments that hold all tokens, the part that is one token's own."""
+    return tuple(_of_one(value, lead, index) for value in args), {
+        name: _of_one(value, lead, index) for name, value in kwargs.items()
+    }
 
 
 def _of_one(value: Any, lead: tuple[int, ...], index: int) -> Any:

@@ -29,6 +29,16 @@ def test_what_sees_a_whole_step_and_what_does_not(tmp_path: Path) -> None:
             lambda _, args, kwargs, name=name: seen.setdefault(name, []).append(_token_count(args, kwargs)),
             with_kwargs=True,
         )
+    multiplied: list[int] = []
+    projection = model.module.get_submodule("model.layers.0.linear_attn.in_proj_qkvz")
+    product = projection.forward
+
+    def counted(inputs: torch.Tensor) -> torch.Tensor:
+        multiplied.append(inputs.shape[:-1].numel())
+        out: torch.Tensor = product(inputs)
+        return out
+
+    projection.forward = counted  # type: ignore[method-assign]
     begun: list[int | None] = []
     cache.row_begins = begun.append
 
@@ -40,6 +50,7 @@ def test_what_sees_a_whole_step_and_what_does_not(tmp_path: Path) -> None:
             model.forward([tokens], [0], cache, logits=False)
         seen.clear()
         begun.clear()
+        multiplied.clear()
         cache.begin(arena.slots, [16, 16], 1)
         logits = model.forward([[7], [8]], [16, 16], cache, logits=True)
         assert logits is not None
@@ -52,7 +63,7 @@ def test_what_sees_a_whole_step_and_what_does_not(tmp_path: Path) -> None:
     cache.exact = "parts"
     torch.testing.assert_close(decode(), plain, atol=1e-3, rtol=1e-3)
     assert seen["model.layers.3.self_attn.q_proj"] == [2]
-    assert seen["model.layers.0.linear_attn.in_proj_qkvz"] == [1, 1]
+    assert seen["model.layers.0.linear_attn.in_proj_qkvz"] == [1, 1] and multiplied == [2], "once for both tokens"
     assert seen["model.layers.0.mlp.experts"] == [1, 1]
     assert seen["model.layers.0.mlp"] == [2], "the wrapper is within"
     assert begun == [0, 1, None] * 3, "for each recurrent layer"
