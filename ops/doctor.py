@@ -28,6 +28,7 @@ from ops.show import Bar, console, size, table
 from ops.verify import SEALED_BY
 from tiers import keeper_client
 from tiers.errors import TierError
+from tiers.huge_pages import can_collapse
 from tiers.keys import BadKeys, Keyring, Locked
 from tiers.lane_format import data_offset
 from tiers.late_keys import count_open, is_unscrubbed
@@ -171,17 +172,15 @@ def memory(config: Config) -> Check:
 
 
 def huge_pages(config: Config) -> Check:
-    """tmpfs with huge pages makes the first touch of a lane four to seven times faster."""
+    """Whether lanes can lie in pages of 2 MB: copies into them are a tenth faster."""
     try:
-        shown = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
-    except OSError:
-        return Check("huge pages", "ok", "this kernel has none for shared memory")
-    if "[never]" in shown or "[deny]" in shown:
-        advice = "only a new lane's first touch is faster with them: `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`"
-        return Check(
-            "huge pages", "ok", f"shared memory: {shown}", advice if lane_total_bytes(config) > 8 << 30 else ""
-        )
-    return Check("huge pages", "ok", f"shared memory: {shown}")
+        found = can_collapse(_existing(config.paths.lane_dir))
+    except OSError as error:
+        return Check("huge pages", "ok", f"can't be tried: {error.strerror or error}")
+    if found:
+        return Check("huge pages", "ok", "new lanes lie in pages of 2 MB")
+    reason = "the lane directory isn't in shared memory, the kernel is older than 6.1, or shmem_enabled is `deny`"
+    return Check("huge pages", "ok", f"lanes have pages of 4 KB: {reason}")
 
 
 def dax_devices(config: Config) -> Check:

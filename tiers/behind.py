@@ -2,23 +2,25 @@
 
 Stage *append*. Each record is filled and summed by one thread, whose cache then holds it: for the other one to read what was just
 written costs as long as to copy it. The thread is started with the first record. Where no core is free for it sharing costs more than
-it saves: then the writer takes back what the thread has not begun, and works alone for a while. A writer that is killed leaves what
+it saves: the writer takes back what the thread has not begun, and works alone while that is faster. A writer that is killed leaves what
 isn't published unseen, as ever.
 """
 
 from __future__ import annotations
 
 import _thread
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 LINE_LIMIT = 8  # records that may wait to be published
-SLOW_LIMIT = 2  # bursts in a row: one alone may have been hindered by anything
-ALONE_S, ALONE_LIMIT_S = 0.02, 3.0  # how long the writer works alone when sharing was slower: twice as long each time
-TOLERANCE = 1.3  # sharing may take so much longer: what a byte takes this thread alone is measured at its best
-FORGET = 1.02  # the time that a byte takes this side is the least that was seen, and grows by so much with each record
+SAMPLES = 3  # bursts of each way whose median is compared: one alone may have been hindered by anything
+TRY_FIRST, TRY_LIMIT = (
+    4,
+    256,
+)  # bursts between two tries of the way that is slower, twice as many each time that it was slower again
 
 Prepare = Callable[[], int]  # fills a record, and returns its checksum
 Publish = Callable[[int], None]
@@ -36,6 +38,41 @@ class _Item:
         self.is_done = False
 
 
+class Pace:
+    """Which way is faster, to share or to work alone? What bursts took says, the slower way's too: it is tried again now and then.
+
+    is_alone  how the next burst is to be done
+    """
+
+    def __init__(self) -> None:
+        self.is_alone = False
+        self._faster_alone = False
+        self._taken: dict[bool, deque[float]] = {way: deque(maxlen=SAMPLES) for way in (False, True)}
+        self._left = self._tries = TRY_FIRST
+
+    def took(self, seconds: float) -> None:
+        """A burst was done, in so many seconds a byte."""
+        self._taken[self.is_alone].append(seconds)
+        if self.is_alone != self._faster_alone:
+            self._judge()
+        self._left -= 1
+        if not self._left:
+            self._left = self._tries
+            self.is_alone = not self._faster_alone
+        else:
+            self.is_alone = self._faster_alone
+
+    def _judge(self) -> None:
+        """The slower way was tried."""
+        shared, alone = (statistics.median(self._taken[way]) if self._taken[way] else 0.0 for way in (False, True))
+        if len(self._taken[self.is_alone]) < SAMPLES:
+            return
+        if (alone < shared) == self._faster_alone:
+            self._tries = min(2 * self._tries, TRY_LIMIT)
+        else:
+            self._faster_alone, self._tries = not self._faster_alone, TRY_FIRST
+
+
 class Behind:
     """Two threads, the caller's and one of its own. Raw locks: handing something over costs two or three microseconds."""
 
@@ -48,9 +85,8 @@ class Behind:
         self._work: deque[_Item] = deque()  # given to the thread and not begun: one at most; whoever pops it does it
         self._error: BaseException | None = None
         self._is_started = self._is_ending = False
-        self._began, self._bytes, self._is_shared = 0.0, 0, False  # of the records since the last `wait`
-        self._own_s = 1.0  # that a byte takes this side
-        self._slow_count, self._alone_s, self._alone_until = 0, ALONE_S, 0.0
+        self._began, self._bytes, self._count = 0.0, 0, 0  # of the records since the last `wait`
+        self._pace = Pace()
 
     @property
     def has_failed(self) -> bool:
@@ -64,37 +100,28 @@ class Behind:
         """
         if len(self._line) >= LINE_LIMIT:
             self._finish()
-        item, is_first, now = _Item(prepare, publish), not (self._bytes or at_once), time.perf_counter()
-        self._began = self._began if self._bytes else now
+        item, is_first = _Item(prepare, publish), not (self._count or at_once)
+        if not self._count:
+            self._began = time.perf_counter()
+        self._count += 1
         self._bytes += size
         self._line.append(item)
-        is_alone, has_work = now < self._alone_until, bool(self._work)
+        is_alone, has_work = self._pace.is_alone, bool(self._work)
         if not (is_alone or has_work):
             self._work.append(item)
         if not (is_alone or is_first):
-            self._is_shared = True
             self._wake()
         if is_alone or has_work:  # the thread gets no core, or has something to go on with
             self._do(item)
-            self._own_s = min(FORGET * self._own_s, (time.perf_counter() - now) / size)
 
     def wait(self) -> BaseException | None:
         """Until all is published, with the help of this thread; the error that kept something from it, if one did."""
         self._finish()
-        if self._is_shared:
-            self._judge(time.perf_counter())
-        self._bytes, self._is_shared = 0, False
+        if self._count > 1:  # one by itself is nobody's to share
+            self._pace.took((time.perf_counter() - self._began) / self._bytes)
+        self._bytes = self._count = 0
         error, self._error = self._error, None
         return error
-
-    def _judge(self, now: float) -> None:
-        """Was it faster than this thread alone? If not, it works alone for a while."""
-        if now - self._began < TOLERANCE * self._own_s * self._bytes:
-            self._slow_count, self._alone_s = 0, ALONE_S
-            return
-        self._slow_count += 1
-        if self._slow_count >= SLOW_LIMIT:
-            self._alone_until, self._alone_s = now + self._alone_s, min(2 * self._alone_s, ALONE_LIMIT_S)
 
     def end(self) -> None:
         """Let the thread end; after `wait`."""

@@ -21,21 +21,23 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints, media
-from tiers.behind import Behind, Prepare, Publish
+from tiers.behind import Behind
 from tiers.errors import BadRecord, LaneFull, TooLarge
 from tiers.keys import Keyring
 from tiers.lane_files import close_map, lock_writer, make_device_lane, make_lane, usable_lane
 from tiers.lane_format import (
+    CHECKED_BYTES,
+    CHECKSUM_BYTES,
     COMMIT,
     DIRECTORY_OFFSET,
     ENTRY,
     ENTRY_BYTES,
-    ENTRY_CHECK,
     ENTRY_MAGIC,
     ENTRY_VERSION,
     INCARNATION_WORD,
     LANE_VERSION,
     PAGE,
+    PAYLOAD_OFFSET,
     POINT_HEAD_BYTES,
     RESERVED_WORD,
     SEALED,
@@ -62,36 +64,40 @@ log = structlog.get_logger()
 SHARED_BYTES = 512 << 10
 
 Fill = Callable[[np.ndarray], object]  # copies rows into a frame
+_TOKEN = np.dtype("<i4")
+_Entry = tuple[
+    int, int, bytes, memoryview, int
+]  # number, where it goes, all of it before the checksum, payload, its offset
+
+
+def _nothing(frame: np.ndarray) -> None:
+    """Its rows are there."""
 
 
 class Reservation:
     """Room for one ROWS record at the end of the lane. Fill `frame`, then `commit`; a new reservation drops an older one.
 
-    frame    writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
-    payload  the same, with the token part before it
-    offset   of the payload, monotonic
+    frame   writable uint8, flat, `layout.frame_bytes(token_count)` long: memory of the lane itself
+    offset  of the payload, monotonic; size: its bytes
     """
 
-    __slots__ = ("frame", "namespace", "offset", "payload", "token_count", "_lane", "_tokens")
+    __slots__ = ("frame", "namespace", "offset", "size", "token_count", "_lane", "_tokens")
 
-    def __init__(
-        self, lane: LaneWriter, offset: int, token_count: int, payload: np.ndarray, frame_start: int, namespace: str
-    ) -> None:
+    def __init__(self, lane: LaneWriter, offset: int, token_count: int, size: int, namespace: str) -> None:
+        place, tokens = offset % lane.lane_bytes, tokens_bytes(token_count)
         self._lane = lane
+        self.size = size
         self.namespace = namespace
         self.offset = offset
-        self.payload = payload
-        self._tokens = payload[:frame_start]
         self.token_count = token_count
-        self.frame = payload[frame_start:]
+        self._tokens = lane._payloads[place : place + tokens]
+        self.frame = lane.ring[place + tokens : place + size]
 
     def put_tokens(self, tokens: Any) -> None:
         """Write the ids of the record's tokens: int32 array or list, token_count long."""
-        count = self.token_count
-        packed = np.ascontiguousarray(tokens, dtype="<i4")
-        assert packed.size == count, f"{packed.size} tokens for {count} rows"
-        self._tokens[: 4 * count] = packed.view(np.uint8)
-        self._tokens[4 * count :] = 0
+        packed = np.asarray(tokens, dtype=_TOKEN).tobytes()
+        assert len(packed) == 4 * self.token_count, f"{len(packed) // 4} tokens for {self.token_count} rows"
+        self._tokens[:] = packed.ljust(len(self._tokens), b"\0")
 
     def commit(self, sequence: SequenceId, epoch: int, token_start: int, tokens: Any) -> int:
         """Publish the rows of [token_start, token_start + token_count) and return the record's number.
@@ -100,15 +106,11 @@ class Reservation:
         Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call. A frame of SHARED_BYTES and
                 more is summed and published by the writer's second thread, as a rule: `LaneWriter.settle` waits for it
         """
-        lane, payload, end = self._lane, self.payload, token_start + self.token_count
+        lane, end = self._lane, token_start + self.token_count
         lane._take(self)
         self.put_tokens(tokens)
-        if lane.shares_out(self.frame.size):
-            failpoints.reach("append.payload.after")
-            return lane._share(
-                self, sequence, epoch, token_start, lambda: xxh3_64_intdigest(payload.data), at_once=True
-            )
-        return lane._commit(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, payload)
+        entry = lane._entry_of(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, self.size)
+        return lane._share(entry, _nothing, self.frame, at_once=True) if lane.shares_out(self) else lane._commit(entry)
 
 
 class PointReservation:
@@ -119,12 +121,12 @@ class PointReservation:
 
     __slots__ = ("frame", "namespace", "_lane", "_offset", "_payload")
 
-    def __init__(self, lane: LaneWriter, offset: int, payload: np.ndarray, namespace: str) -> None:
+    def __init__(self, lane: LaneWriter, offset: int, size: int, namespace: str) -> None:
         self._lane = lane
         self.namespace = namespace
         self._offset = offset
-        self._payload = payload
-        self.frame = payload[POINT_HEAD_BYTES:]
+        self._payload = lane._payload(offset, size)
+        self.frame = self._payload[POINT_HEAD_BYTES:]
 
     def commit(self, sequence: SequenceId, epoch: int, position: int, kind: int) -> int:
         """Publish the state of a sequence after its first `position` tokens and return the record's number.
@@ -132,11 +134,11 @@ class PointReservation:
         kind  a PointKind
         The sequence's rows up to `position` were appended before (or `position` is its start).
         """
-        lane = self._lane
+        lane, payload = self._lane, self._payload
         lane._take(self)
-        self._payload[:POINT_HEAD_BYTES] = 0
-        self._payload[:4] = np.frombuffer(int(kind).to_bytes(4, "little"), np.uint8)
-        return lane._commit(RecordType.POINT, sequence, epoch, position, position, self._offset, self._payload)
+        payload[:POINT_HEAD_BYTES] = 0
+        payload[:4] = np.frombuffer(int(kind).to_bytes(4, "little"), np.uint8)
+        return lane._append(RecordType.POINT, sequence, epoch, position, position, self._offset, payload.size)
 
 
 class SealedReservation:
@@ -145,18 +147,16 @@ class SealedReservation:
     token_count  0: a rollback point
     """
 
-    __slots__ = ("frame", "namespace", "token_count", "_lane", "_offset", "_payload", "_shape")
+    __slots__ = ("frame", "namespace", "token_count", "_lane", "_offset", "_shape")
 
-    def __init__(
-        self, lane: LaneWriter, offset: int, payload: np.ndarray, shape: Shape, namespace: str, token_count: int
-    ) -> None:
-        self._lane, self._offset, self._payload, self._shape, self.namespace = lane, offset, payload, shape, namespace
+    def __init__(self, lane: LaneWriter, offset: int, shape: Shape, namespace: str, token_count: int) -> None:
+        self._lane, self._offset, self._shape, self.namespace = lane, offset, shape, namespace
         self.token_count = token_count
         self.frame = np.empty(shape.large_bytes, np.uint8)
 
     def commit(self, sequence: SequenceId, epoch: int, position: int, what: Any) -> int:
         """Seal and publish, and return the record's number. what: ids of the tokens from `position` on, or a point's kind."""
-        lane = self._lane
+        lane, size = self._lane, self._shape.payload_bytes
         lane._take(self)
         assert lane.sealer is not None
         if self.token_count:
@@ -164,11 +164,10 @@ class SealedReservation:
             assert small.size == 4 * self.token_count, f"{small.size // 4} tokens for {self.token_count} rows"
         else:
             kind, small = RecordType.POINT, np.frombuffer(int(what).to_bytes(4, "little"), np.uint8)
-        where = Where(kind, epoch, sequence, position, position + self.token_count)
-        lane.sealer.seal(self._payload, self._shape, self.namespace, where, small, self.frame)
-        return lane._commit(
-            kind | SEALED, sequence, epoch, position, position + self.token_count, self._offset, self._payload
-        )
+        end = position + self.token_count
+        where = Where(kind, epoch, sequence, position, end)
+        lane.sealer.seal(lane._payload(self._offset, size), self._shape, self.namespace, where, small, self.frame)
+        return lane._append(kind | SEALED, sequence, epoch, position, end, self._offset, size)
 
 
 AnyReservation = Reservation | PointReservation | SealedReservation
@@ -191,12 +190,12 @@ class LaneWriter:
         self.record_count, self.lane_bytes, self.lane_id = record_count, lane_bytes, _ = geometry
         self._file = file
         place = media.place_of(path)
-        self._map = place.map(writable=True)
-        self._memory: memoryview = memoryview(self._map)
+        self._map, self._memory = place.memory(writable=True)
         self._words = self._memory.cast("Q")
         self._flush = media.flusher(place, self._memory, flush)
-        data = data_offset(record_count)
-        self._ring = np.frombuffer(self._memory, dtype=np.uint8, offset=data, count=lane_bytes)
+        self._data = data_offset(record_count)  # where the ring starts
+        self._payloads = self._memory[self._data : self._data + lane_bytes]
+        self._ring = np.frombuffer(self._payloads, dtype=np.uint8)
         self._reserved: list[AnyReservation] = []  # in the order of their places
         self._before_reuse: Callable[[], None] | None = None
         self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
@@ -316,7 +315,7 @@ class LaneWriter:
             if tail == number:
                 return offset  # its entry may not be there yet
         # Entry `tail` is not freed, so this writer has not reused its slot.
-        return ENTRY.unpack_from(self._memory, self._entry_offset(tail))[8]
+        return self._words[(self._entry_offset(tail) >> 3) + PAYLOAD_OFFSET]
 
     def reserve_rows(self, layout: Layout, token_count: int, namespace: str = "") -> Reservation | SealedReservation:
         """Room for the rows of `token_count` tokens. Raises LaneFull (retry after a drain), TooLarge (never fits).
@@ -325,9 +324,8 @@ class LaneWriter:
         """
         if self._is_sealed(namespace):
             return self._reserve_sealed(4 * token_count, layout.frame_bytes(token_count), namespace, token_count)
-        frame_start = tokens_bytes(token_count)
-        offset, payload = self._reserve(frame_start + layout.frame_bytes(token_count), namespace)
-        reservation = Reservation(self, offset, token_count, payload, frame_start, namespace)
+        size = tokens_bytes(token_count) + layout.frame_bytes(token_count)
+        reservation = Reservation(self, self._reserve(size, namespace), token_count, size, namespace)
         self._reserved = [reservation]
         return reservation
 
@@ -341,39 +339,27 @@ class LaneWriter:
                 thread, and after this has returned: then readers see it later. What it reads must stay as it is until `settle`
         Raises  also what kept an earlier record from being published: it, what came after it, and this one are dropped
         """
-        count = len(tokens)
-        reservation = self.reserve_rows(layout, count, namespace)
-        frame = reservation.frame
-        if isinstance(reservation, SealedReservation) or not self.shares_out(frame.size):
-            fill(frame)
+        if self._is_sealed(namespace):
+            reservation = self.reserve_rows(layout, len(tokens), namespace)
+            fill(reservation.frame)
             return reservation.commit(sequence, epoch, token_start, tokens)
-        self._take(reservation)
-        reservation.put_tokens(tokens)
-        payload = reservation.payload
+        # All that can be done before the copy is: behind it the processor's caches hold rows, and no longer this program.
+        count = len(tokens)
+        frame_start = tokens_bytes(count)
+        size = frame_start + layout.frame_bytes(count)
+        offset = self._reserve(size, namespace)
+        entry = self._entry_of(RecordType.ROWS, sequence, epoch, token_start, token_start + count, offset, size)
+        payload, place = entry[3], offset % self.lane_bytes
+        payload[:frame_start] = np.asarray(tokens, _TOKEN).tobytes().ljust(frame_start, b"\0")
+        frame = self._ring[place + frame_start : place + size]
+        if size >= SHARED_BYTES and self._behind is not None:
+            return self._share(entry, fill, frame, at_once=False)
+        fill(frame)
+        return self._commit(entry)
 
-        def prepare() -> int:
-            fill(frame)
-            failpoints.reach("append.payload.after")
-            return xxh3_64_intdigest(payload.data)
-
-        return self._share(reservation, sequence, epoch, token_start, prepare, at_once=False)
-
-    def shares_out(self, frame_bytes: int) -> bool:
-        """Whether a record's frame is so large that its work is shared with the second thread."""
-        return self._behind is not None and frame_bytes >= SHARED_BYTES
-
-    def _share(
-        self, reservation: Reservation, sequence: SequenceId, epoch: int, token_start: int, prepare: Prepare, *,
-        at_once: bool,
-    ) -> int:  # fmt: skip
-        """Have a record prepared by this thread or the one beside it, and published in its turn. As `Behind.share`."""
-        assert self._behind is not None
-        end, payload = token_start + reservation.token_count, reservation.payload
-        publish = self._enter(RecordType.ROWS, sequence, epoch, token_start, end, reservation.offset, payload)
-        self._behind.share(payload.size, prepare, publish, at_once=at_once)
-        if self._behind.has_failed:
-            self.settle()
-        return self._head - 1
+    def shares_out(self, reservation: Reservation) -> bool:
+        """Whether a record is so large that its work is shared with the second thread."""
+        return self._behind is not None and reservation.size >= SHARED_BYTES
 
     def reserve_rows_together(
         self, layout: Layout, wanted: Sequence[tuple[int, str]], before_reuse: Callable[[], None]
@@ -392,13 +378,12 @@ class LaneWriter:
         for token_count, namespace in wanted:
             if self._is_sealed(namespace):
                 break
-            frame_start = tokens_bytes(token_count)
-            size = frame_start + layout.frame_bytes(token_count)
+            size = tokens_bytes(token_count) + layout.frame_bytes(token_count)
             try:
-                offset, payload = self._room(size, namespace, self._head + len(made), end, taken[namespace])
+                offset = self._room(size, namespace, self._head + len(made), end, taken[namespace])
             except (LaneFull, TooLarge):
                 break
-            made.append(Reservation(self, offset, token_count, payload, frame_start, namespace))
+            made.append(Reservation(self, offset, token_count, size, namespace))
             taken[namespace] += padded(size)
             end = offset + padded(size)
         if made:
@@ -407,14 +392,14 @@ class LaneWriter:
 
     def holds(self, reservation: AnyReservation) -> bool:
         """Whether it can still be committed."""
-        return any(held is reservation for held in self._reserved)
+        return reservation in self._reserved  # none is equal to another
 
     def reserve_point(self, state_bytes: int, namespace: str = "") -> PointReservation | SealedReservation:
         """Room for one rollback point's state. As `reserve_rows`."""
         if self._is_sealed(namespace):
             return self._reserve_sealed(4, state_bytes, namespace, 0)
-        offset, payload = self._reserve(POINT_HEAD_BYTES + state_bytes, namespace)
-        reservation = PointReservation(self, offset, payload, namespace)
+        size = POINT_HEAD_BYTES + state_bytes
+        reservation = PointReservation(self, self._reserve(size, namespace), size, namespace)
         self._reserved = [reservation]
         return reservation
 
@@ -446,13 +431,14 @@ class LaneWriter:
             assert self.sealer is not None
             name, where = namespace.encode(), Where(RecordType.OPEN, epoch, sequence, token_start, token_start)
             shape = Shape.of(len(name), len(body), None)
-            offset, payload = self._reserve(shape.payload_bytes, namespace)
-            self.sealer.seal(payload, shape, namespace, where, body, name=name)
+            size = shape.payload_bytes
+            offset = self._reserve(size, namespace)
+            self.sealer.seal(self._payload(offset, size), shape, namespace, where, body, name=name)
             kind = RecordType.OPEN | SEALED
-            return self._commit(kind, sequence, epoch, token_start, token_start, offset, payload)
-        offset, payload = self._reserve(len(body), namespace)
-        payload[:] = np.frombuffer(body, dtype=np.uint8)
-        return self._commit(RecordType.OPEN, sequence, epoch, token_start, token_start, offset, payload)
+            return self._append(kind, sequence, epoch, token_start, token_start, offset, size)
+        offset = self._reserve(len(body), namespace)
+        self._payload(offset, len(body))[:] = np.frombuffer(body, dtype=np.uint8)
+        return self._append(RecordType.OPEN, sequence, epoch, token_start, token_start, offset, len(body))
 
     def _is_sealed(self, namespace: str) -> bool:
         return self.sealer is not None and self.sealer.seals(namespace)
@@ -461,21 +447,24 @@ class LaneWriter:
         self, small_bytes: int, large_bytes: int, namespace: str, token_count: int
     ) -> SealedReservation:
         shape = Shape.of(0, small_bytes, large_bytes)
-        offset, payload = self._reserve(shape.payload_bytes, namespace)
-        reservation = SealedReservation(self, offset, payload, shape, namespace, token_count)
+        offset = self._reserve(shape.payload_bytes, namespace)
+        reservation = SealedReservation(self, offset, shape, namespace, token_count)
         self._reserved = [reservation]
         return reservation
 
     def append_close(self, sequence: SequenceId, epoch: int, token_end: int) -> int:
         """End a sequence: no more rows follow, and its truth ends at token_end. Raises LaneFull."""
-        offset, payload = self._reserve(0)
-        return self._commit(RecordType.CLOSE, sequence, epoch, token_end, token_end, offset, payload)
+        return self._append(RecordType.CLOSE, sequence, epoch, token_end, token_end, self._reserve(0), 0)
 
-    def _reserve(self, payload_bytes: int, namespace: str = "") -> tuple[int, np.ndarray]:
-        """Room for the next record; what was reserved before is dropped."""
+    def _reserve(self, payload_bytes: int, namespace: str = "") -> int:
+        """Room for the next record, as `_room`; what was reserved before is dropped."""
         self._let_go()
         self._reserved_for = namespace
         return self._room(payload_bytes, namespace, self._head, self._head_bytes)
+
+    def _payload(self, offset: int, size: int) -> np.ndarray:
+        place = offset % self.lane_bytes
+        return self._ring[place : place + size]
 
     def _let_go(self) -> None:
         """Drop what is reserved; its memory is the next record's."""
@@ -493,54 +482,93 @@ class LaneWriter:
             self._before_reuse = None
         self._reserved_for = reservation.namespace
 
-    def _room(
-        self, payload_bytes: int, namespace: str, number: int, offset: int, reserved_bytes: int = 0
-    ) -> tuple[int, np.ndarray]:
-        """Place and memory of record `number`, from `offset` on; `reserved_bytes` are its tenant's that are reserved before it."""
-        size, ring = padded(payload_bytes), self.lane_bytes
+    def _room(self, payload_bytes: int, namespace: str, number: int, offset: int, reserved_bytes: int = 0) -> int:
+        """Offset of record `number`'s payload, at or after `offset`; `reserved_bytes` are its tenant's that are reserved before it."""
+        size, ring, words = padded(payload_bytes), self.lane_bytes, self._words
         if size > ring:
             raise TooLarge(f"a record of {payload_bytes} bytes", where=str(self.path), cause=f"the ring has {ring}")
         place = offset % ring
         if place + size > ring:  # a payload is contiguous: skip to the start of the ring
             offset += ring - place
-            place = 0
-        tail = self._words[TAIL_WORD]
+        tail = words[TAIL_WORD]
         if offset + size - self._tail_bytes() > ring or number - tail >= self.record_count - 1:
             raise LaneFull(
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
             )
         self.shares.check(namespace, size, tail, reserved_bytes)
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
-        self._words[RESERVED_WORD] = max(offset + size, self._words[RESERVED_WORD])
-        self._words[(self._entry_offset(number) >> 3) + COMMIT] = 0
+        words[RESERVED_WORD] = max(offset + size, words[RESERVED_WORD])
+        words[(self._entry_offset(number) >> 3) + COMMIT] = 0
         failpoints.reach("append.payload.before")
-        return offset, self._ring[place : place + payload_bytes]
+        return offset
 
-    def _commit(
-        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
-    ) -> int:
+    def _append(self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int) -> int:
+        """Publish a record whose payload stands, and return its number."""
+        return self._commit(self._entry_of(kind, sequence, epoch, start, end, offset, size))
+
+    def _entry_of(
+        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int
+    ) -> _Entry:
+        number, place = self._head, offset % self.lane_bytes
+        version = SEALED_VERSION if kind & SEALED else ENTRY_VERSION
+        body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, 0)
+        payload = self._payloads[place : place + size]
+        return number, self._entry_offset(number), body[:-CHECKSUM_BYTES], payload, offset
+
+    def _commit(self, entry: _Entry) -> int:
+        """Let readers see a record. One that they can't see (a flush failed) was never there."""
         failpoints.reach("append.payload.after")
-        self.settle()
-        publish = self._enter(kind, sequence, epoch, start, end, offset, payload)
+        if self._pending:
+            self.settle()
         try:
-            publish(xxh3_64_intdigest(payload.data))
+            self._publish(entry, xxh3_64_intdigest(entry[3]))
         except BaseException:
-            self._drop_unpublished()
+            self._let_go()
+            if self._is_published(entry[0]):
+                self._enter(entry)
             raise
-        self._pending.clear()
-        return self._head - 1
+        return self._enter(entry)
 
-    def _enter(
-        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, payload: np.ndarray
-    ) -> Publish:
-        """The record has its number and its room; what publishes it, given its checksum."""
-        number, size = self._head, padded(payload.size)
+    def _share(self, entry: _Entry, fill: Fill, frame: np.ndarray, *, at_once: bool) -> int:
+        """Have a record filled and summed by this thread or the one beside it, and published in its turn. As `Behind.share`."""
+        assert self._behind is not None
+        number, _, _, payload, offset = entry
+
+        def prepare() -> int:
+            fill(frame)
+            failpoints.reach("append.payload.after")
+            return xxh3_64_intdigest(payload)
+
         while self._pending and self._is_published(self._pending[0][0]):
             self._pending.popleft()
         self._pending.append((number, offset))
+        self._enter(entry)
+        self._behind.share(len(payload), prepare, partial(self._publish, entry), at_once=at_once)
+        if self._behind.has_failed:
+            self.settle()
+        return number
+
+    def _enter(self, entry: _Entry) -> int:
+        """The record has its number and its room."""
+        number, _, _, payload, offset = entry
+        size = padded(len(payload))
         self._head, self._head_bytes = number + 1, offset + size
         self.shares.charge(number, self._reserved_for, size)
-        return partial(self._publish, kind, number, sequence, epoch, start, end, offset, payload.size)
+        return number
+
+    def _publish(self, entry: _Entry, checksum: int) -> None:
+        """Let readers see a record whose payload stands. This thread, or the one beside it."""
+        number, at, head, payload, offset = entry
+        body, flush = head + checksum.to_bytes(CHECKSUM_BYTES, "little"), self._flush
+        self._memory[at : at + CHECKED_BYTES] = body + xxh3_64_intdigest(body).to_bytes(CHECKSUM_BYTES, "little")
+        if flush is not None and payload:
+            flush(self._data + offset % self.lane_bytes, len(payload))
+        failpoints.reach("append.commit_word.before")
+        # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
+        self._words[(at >> 3) + COMMIT] = number + 1
+        if flush is not None:
+            flush(at, ENTRY_BYTES)
+        failpoints.reach("append.commit_word.after")
 
     def _is_published(self, number: int) -> bool:
         return self._words[(self._entry_offset(number) >> 3) + COMMIT] == number + 1
@@ -554,26 +582,6 @@ class LaneWriter:
             self.shares.drop(self._head)
         self._pending.clear()
         self._let_go()
-
-    def _publish(
-        self, kind: int, number: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int,
-        checksum: int,
-    ) -> None:  # fmt: skip
-        """Let readers see a record whose payload stands. This thread, or the one beside it."""
-        at = self._entry_offset(number)
-        version = SEALED_VERSION if kind & SEALED else ENTRY_VERSION
-        body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, checksum)
-        self._memory[at : at + ENTRY.size] = body
-        word = at >> 3
-        self._words[word + ENTRY_CHECK] = xxh3_64_intdigest(body)
-        if self._flush is not None and size:
-            self._flush(data_offset(self.record_count) + offset % self.lane_bytes, size)
-        failpoints.reach("append.commit_word.before")
-        # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
-        self._words[word + COMMIT] = number + 1
-        if self._flush is not None:
-            self._flush(at, ENTRY_BYTES)
-        failpoints.reach("append.commit_word.after")
 
     def is_gone(self) -> bool:
         """Whether the file was deleted, moved or replaced: what is appended is lost when keeper and writer are. A system call or two."""
@@ -602,8 +610,8 @@ class LaneWriter:
             self._let_go()
             if self._behind is not None:
                 self._behind.end()
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping holds a duplicate of the descriptor
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping may hold a duplicate of the descriptor
             os.close(self._file)
             self._words.release()
-            del self._ring
+            del self._ring, self._payloads
             close_map(self._map, self._memory)

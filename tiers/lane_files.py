@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from tiers import lock, media
+from tiers import huge_pages, lock, media
 from tiers.errors import LaneBusy, OtherFormat
 from tiers.lane_format import PAGE, data_offset, geometry_bytes, lane_size, parse_geometry
 from tiers.media import Place
@@ -49,7 +49,7 @@ def make_lane(path: Path, lane_bytes: int, record_count: int, version: int, devi
     size = data_offset(record_count) + lane_bytes
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, size)  # ENOSPC now rather than SIGBUS in mid-capture
+        huge_pages.allocate(file, size)  # ENOSPC now rather than SIGBUS in mid-capture
         os.pwrite(file, geometry_bytes(record_count, lane_bytes, lane_id, version), 0)
         os.rename(draft, path)
     except BaseException:

@@ -42,7 +42,9 @@ RESERVED_WORD = (
 TAIL_WORD = PAGE // 8  # the keeper's page: first record that is not freed
 # Entry: magic, version, type, number, epoch, sequence, token_start, token_end, payload offset, payload bytes, payload checksum
 ENTRY = struct.Struct("=IHHQQ16sIIQQQ")
-ENTRY_CHECK = ENTRY.size // 8  # word: checksum of the entry's bytes before it
+PAYLOAD_OFFSET = 6  # word of the entry
+CHECKSUM_BYTES = 8  # the entry's last field is the payload's, what follows it that of the entry's bytes before it
+CHECKED_BYTES = ENTRY.size + CHECKSUM_BYTES
 COMMIT = ENTRY_BYTES // 8 - 1  # word: record number + 1, last written
 entry_view = np.dtype([("body", "V120"), ("commit", "<u8")])
 

@@ -71,8 +71,7 @@ class LaneReader:
         self.inode = inode  # not used again for another file while this one is held open
         self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.closed = False
-        self._map = place.map(writable=False)
-        self._memory = memoryview(self._map)
+        self._map, self._memory = place.memory(writable=False)
         self._words = self._memory.cast("Q")
         self._entries = np.frombuffer(self._memory, entry_view, self.record_count, DIRECTORY_OFFSET)
         self._commits = self._entries["commit"]
@@ -260,7 +259,7 @@ def _map_tail(place: Place) -> mmap.mmap:
     if place.is_device:
         return place.map_head(2 * PAGE, writable=True)
     tail = Place(place.path, place.offset + PAGE, PAGE)
-    return tail.map(writable=True)
+    return tail.map_head(PAGE, writable=True)
 
 
 class LaneRef(NamedTuple):

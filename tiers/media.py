@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from tiers import huge_pages
 from tiers.errors import OtherFormat
 from tiers.settings import LaneFlush
 
@@ -55,22 +56,32 @@ class Place:
     align: int = mmap.PAGESIZE
     is_device: bool = False
 
-    def map(self, *, writable: bool) -> mmap.mmap:
-        """Map all of it, shared. A writer's pages are brought in at once (FACTS: 9.5 GB/s instead of 1.6)."""
-        flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if writable else 0)
-        return self._map(self.size, flags, writable)
+    def memory(self, *, writable: bool) -> tuple[mmap.mmap, memoryview]:
+        """Map all of it, shared: a mapping and the bytes in it. A writer's pages are brought in at once (9.5 GB/s instead of 1.6)."""
+        with self._opened(writable) as file:
+            if self.is_device or self.size < huge_pages.LEAST_BYTES:
+                flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if writable else 0)
+                map_ = self._map(file, self.size, flags, writable)
+                return map_, memoryview(map_)
+            map_, shift = huge_pages.aligned(file, self.size, self.offset, writable=writable, populate=writable)
+            return map_, memoryview(map_)[shift : shift + self.size]
 
     def map_head(self, size: int, *, writable: bool) -> mmap.mmap:
         """Map the first `size` bytes, or as many more as the alignment asks for."""
-        return self._map(min(self.size, -(-size // self.align) * self.align), mmap.MAP_SHARED, writable)
+        with self._opened(writable) as file:
+            return self._map(file, min(self.size, -(-size // self.align) * self.align), mmap.MAP_SHARED, writable)
 
-    def _map(self, size: int, flags: int, writable: bool) -> mmap.mmap:
-        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    @contextmanager
+    def _opened(self, writable: bool) -> Iterator[int]:
         file = os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
-            return mmap.mmap(file, size, flags=flags, prot=prot, offset=self.offset)
+            yield file
         finally:
             os.close(file)
+
+    def _map(self, file: int, size: int, flags: int, writable: bool) -> mmap.mmap:
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(file, size, flags=flags, prot=prot, offset=self.offset)
 
     def head(self, size: int) -> bytes:
         """The first `size` bytes; fewer if there are fewer. A device can't be read, only mapped."""
@@ -220,7 +231,7 @@ def flusher(place: Place, memory: memoryview, mode: LaneFlush) -> Flush | None:
     if is_dax:
         persist = _libpmem_persist()
         if persist is not None:
-            address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+            address = _address(memory)
             return lambda start, size: persist(address + start, size)
         if place.is_device:
             reason = "libpmem isn't installed; records survive every process, a power loss only if the platform flushes caches (eADR)"
@@ -228,8 +239,13 @@ def flusher(place: Place, memory: memoryview, mode: LaneFlush) -> Flush | None:
             return None
     if mode == "always" or is_dax:
         mapped: mmap.mmap = memory.obj  # type: ignore[assignment]
-        return lambda start, size: _msync(mapped, start, size)
+        shift = _address(memory) - _address(memoryview(mapped))
+        return lambda start, size: _msync(mapped, shift + start, size)
     return None
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _msync(mapped: mmap.mmap, start: int, size: int) -> None:

@@ -12,7 +12,7 @@ from engine import messages as m
 from engine.capture import steps
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import lane
-from tiers.behind import Behind
+from tiers.behind import Behind, Pace
 
 Start = Callable[..., EngineDriver]
 HOT = m.Sampling(temperature=0.8, seed=1234)
@@ -99,7 +99,7 @@ def test_rows_that_two_threads_copied_are_restored_as_they_were(
     """Every record is shared out, several a step, and the thread is asked for each of them."""
     monkeypatch.setattr(steps, "_RECORD_TOKENS", 7)
     monkeypatch.setattr(lane, "SHARED_BYTES", 1)
-    monkeypatch.setattr(Behind, "_judge", lambda behind, now: None)
+    monkeypatch.setattr(Pace, "took", lambda pace, seconds: None)
     prompt = random_tokens(5, 290)
     serving, spare = start_engine(), start_engine("spare")
     serving.engine.capture.lane._behind = serving.engine.capture.lane._behind or Behind()

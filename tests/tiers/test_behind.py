@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from tests.tiers.sample import LAYOUT, World, rows, sequence, some_tokens
 from tiers import failpoints
 from tiers import lane as lane_file
-from tiers.behind import LINE_LIMIT, Behind
+from tiers.behind import LINE_LIMIT, SAMPLES, TRY_LIMIT, Behind, Pace
 from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
 from tiers.lane_format import RecordType
@@ -154,7 +155,7 @@ def test_killed_in_the_thread_leaves_only_whole_records(place: str, left: int, w
 
 def test_records_are_prepared_by_both_and_published_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two threads meet at every instruction, sooner or later."""
-    monkeypatch.setattr(Behind, "_judge", lambda behind, now: None)  # nothing is too small or too slow to be shared
+    monkeypatch.setattr(Pace, "took", lambda pace, seconds: None)  # nothing is too small or too slow to be shared
     behind, done, by, interval = Behind(), list[int](), set[str](), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -207,36 +208,46 @@ def test_more_than_a_few_wait_for_the_thread() -> None:
     behind.end()
 
 
-def test_where_sharing_is_slower_the_writer_works_alone_for_a_while() -> None:
-    behind, done, in_it, by = Behind(), list[int](), threading.Event(), set[str]()
-
-    def slow() -> int:
-        in_it.set()
-        time.sleep(0.05)
-        return 0
-
-    def prepare() -> int:
-        by.add(threading.current_thread().name)
-        return 1
-
-    for _ in range(2):  # the other thread has one of them, and gets no core
-        behind.share(1000, slow if not in_it.is_set() else int, done.append)
-    assert behind.wait() is None and len(done) == 2
-    behind._bytes = 10**6
-    behind._judge(behind._began)  # that was fast enough
-    behind._judge(behind._began + 1e9)
-    assert behind._alone_until == 0.0
-    behind._judge(behind._began + 1e9)
-    assert behind._alone_until > 1e9
-    behind._bytes = 0
-    for count in (3, 4, 5):
-        behind.share(1000, prepare, done.append)
+def test_a_writer_that_works_alone_shares_nothing() -> None:
+    behind, done, by = Behind(), list[int](), set[str]()
+    behind._pace.is_alone = True
+    for count in (1, 2, 3):
+        behind.share(1000, lambda: by.add(threading.current_thread().name) or 1, done.append)
         assert len(done) == count
-    assert behind.wait() is None and by == {threading.current_thread().name}
-    behind._alone_until, behind._bytes = 0.0, 10**6
-    behind._judge(behind._began)
-    assert behind._alone_until == 0.0
-    behind.end()
+    assert behind.wait() is None and by == {threading.current_thread().name} and not behind._is_started
+
+
+def bursts(pace: Pace, shared: Iterator[float], alone: Iterator[float], count: int) -> list[bool]:
+    """Which of `count` bursts were done alone, when they take these times."""
+    ways = []
+    for _ in range(count):
+        ways.append(pace.is_alone)
+        pace.took(next(alone if pace.is_alone else shared))
+    return ways
+
+
+def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_seldom() -> None:
+    for shared, alone in ((1.0, 2.0), (2.0, 1.0)):
+        ways = bursts(Pace(), repeat(shared), repeat(alone), 2000)
+        slower = [at for at, way in enumerate(ways) if way == (alone > shared)]
+        assert len(slower) < 40, "of all bursts"
+        assert sum(way == (alone > shared) for way in ways[1000:]) <= 1000 // TRY_LIMIT + 1
+
+
+def test_one_burst_that_was_hindered_changes_nothing() -> None:
+    noisy = cycle([1.0, 1.0, 1.0, 1.0, 50.0])
+    ways = bursts(Pace(), noisy, repeat(2.0), 500)
+    assert sum(ways) < 30
+
+
+def test_a_core_that_comes_and_goes_is_noticed() -> None:
+    pace = Pace()
+    bursts(pace, repeat(5.0), repeat(2.0), 100)
+    assert pace._faster_alone
+    bursts(pace, repeat(1.0), repeat(2.0), SAMPLES * 2 * TRY_LIMIT)
+    assert not pace._faster_alone
+    bursts(pace, repeat(5.0), repeat(2.0), SAMPLES * 2 * TRY_LIMIT)
+    assert pace._faster_alone
 
 
 def test_what_came_before_a_failure_is_published() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, rows, sequence, some_tokens
-from tiers import lane_format
+from tiers import failpoints, huge_pages, lane_format
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.lane import LaneWriter
 from tiers.lane_format import ENTRY_BYTES, RecordType, data_offset
@@ -176,6 +178,60 @@ def test_writer_goes_on_after_a_flipped_last_entry(world: World) -> None:
     append_rows(again, "a", 4, some_tokens(4))
     reader = LaneReader.open(world.paths.lane("e0"))
     assert np.array_equal(reader.frame(reader.records(1)[0]), rows(4, some_tokens(4)))
+
+
+@pytest.mark.parametrize(
+    ("place", "is_seen"), [("append.commit_word.before", False), ("append.commit_word.after", True)]
+)
+def test_a_record_that_can_not_be_flushed_is_dropped_unless_readers_saw_it(
+    world: World, place: str, is_seen: bool
+) -> None:
+    lane, count = world.lane(), 1 + is_seen
+    append_rows(lane, "a", 0, some_tokens(5))
+    used = dict(lane.shares.used)
+    failpoints.arm(f"{place}:1:EIO")
+    with pytest.raises(OSError, match="Input/output error"):
+        append_rows(lane, "a", 5, some_tokens(3))
+    assert lane.head == count and (lane.shares.used == used) == (not is_seen)
+    append_rows(lane, "a", 8, some_tokens(4, seed=2))
+    keeper = LaneReader.open(lane.path)
+    found = keeper.records(0)
+    assert [header.token_start for header in found] == ([0, 5, 8] if is_seen else [0, 8])
+    assert np.array_equal(keeper.frame(found[-1]), rows(8, some_tokens(4, seed=2)))
+
+
+def test_a_large_lane_lies_in_huge_pages_where_the_kernel_has_them(world: World) -> None:
+    """Its bytes, offsets and size are those of any lane; readers map it the same way."""
+    large = dataclasses.replace(world, settings=dataclasses.replace(world.settings, lane_bytes=40 << 20))
+    lane, tokens = large.lane("e7"), some_tokens(9)
+    append_rows(lane, "a", 0, tokens)
+    size = data_offset(world.settings.lane_record_count) + (40 << 20)
+    assert lane.path.stat().st_size == size and lane.path.stat().st_blocks * 512 >= size
+    if huge_pages.can_collapse(lane.path.parent):
+        assert huge_pages.huge_bytes(lane.path) >= 32 << 20
+    keeper = LaneReader.open(lane.path)
+    assert np.array_equal(keeper.frame(keeper.records(0)[0]), rows(0, tokens))
+    lane.close()
+    assert append_rows(large.lane("e7"), "a", 9, tokens) == 1
+
+
+def test_a_lane_that_shared_memory_has_no_room_for_takes_none(world: World) -> None:
+    large = dataclasses.replace(world, settings=dataclasses.replace(world.settings, lane_bytes=1 << 50))
+    with pytest.raises(OSError, match="are free") as caught:
+        large.lane()
+    assert caught.value.errno == errno.ENOSPC
+    assert list(world.paths.lane_dir.glob("*.lane*")) == []
+
+
+def test_a_lane_of_small_pages_is_as_good(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel before 6.1, or no memory in one piece."""
+    monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 9999)
+    monkeypatch.setattr(huge_pages, "LEAST_BYTES", 1)
+    lane = world.lane()
+    append_rows(lane, "a", 0, some_tokens(5))
+    keeper = LaneReader.open(lane.path)
+    assert np.array_equal(keeper.frame(keeper.records(0)[0]), rows(0, some_tokens(5)))
+    assert huge_pages.huge_bytes(lane.path) == 0
 
 
 def test_second_writer_is_refused(world: World) -> None:
