@@ -10,11 +10,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import structlog
 
 from engine.messages import ADAPTER_FILES, adapter_digest
+from gateway import metrics
 from gateway.errors import bad_request
 
 log = structlog.get_logger()
@@ -27,8 +29,13 @@ class AdapterTable:
         self._directory = directory
         self._index = directory / "index.json"
         self.names: dict[str, str] = {}
+        self._held: dict[
+            str, list[BinaryIO]
+        ] = {}  # open files of each digest: whole as long as they are, even if deleted
         if self._index.exists():
             self.names = msgspec.json.decode(self._index.read_bytes(), type=dict[str, str])
+        for path in directory.glob("[!.]*") if directory.exists() else ():
+            self._hold(path.name)
 
     def directory(self, digest: str) -> Path:
         """Where an adapter's files lie."""
@@ -48,7 +55,24 @@ class AdapterTable:
             for name in ADAPTER_FILES:
                 shutil.copyfile(source / name, copy / name)
             os.rename(copy, target)
+        self._hold(digest)
         return digest
+
+    def look_for_files(self) -> None:
+        """What was deleted under this process is written anew. On a thread: they may be large."""
+        lost = [digest for digest in list(self._held) if not self._is_whole(digest)]
+        if not lost and (self._index.exists() or not self.names):
+            return
+        metrics.files_deleted.labels("adapters").inc()
+        log.error(
+            "adapter.files_gone", path=str(self._directory), hint="they were deleted or moved, and are written anew"
+        )
+        try:
+            for digest in lost:
+                self._write_anew(digest)
+            self._write()
+        except (OSError, ValueError) as error:  # no room, or its files were let go of meanwhile
+            log.error("adapter.not_written_anew", path=str(self._directory), error=str(error), hint="it is tried again")
 
     def add(self, name: str, digest: str) -> None:
         """Give a name to an adapter that is kept; a name that meant another one means this one from now on."""
@@ -69,7 +93,26 @@ class AdapterTable:
         wanted = used | set(self.names.values())
         for path in self._directory.iterdir():
             if path.is_dir() and path.name not in wanted and not path.name.startswith("."):
+                for file in self._held.pop(path.name, ()):
+                    file.close()
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _hold(self, digest: str) -> None:
+        if digest not in self._held and self._is_whole(digest):
+            self._held[digest] = [open(self.directory(digest) / name, "rb") for name in ADAPTER_FILES]
+
+    def _is_whole(self, digest: str) -> bool:
+        return all((self.directory(digest) / name).exists() for name in ADAPTER_FILES)
+
+    def _write_anew(self, digest: str) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy = Path(tempfile.mkdtemp(dir=self._directory, prefix=".copy-"))
+        for name, file in zip(ADAPTER_FILES, self._held[digest], strict=True):
+            file.seek(0)
+            with open(copy / name, "wb") as target:
+                shutil.copyfileobj(file, target, 1 << 20)
+        shutil.rmtree(self.directory(digest), ignore_errors=True)
+        os.rename(copy, self.directory(digest))
 
     def _write(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,7 @@ from tiers.keys import BadKeys, Keyring
 log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 5.0
+LOOK_INTERVAL_S = 1.0
 BODY_MARGIN_BYTES = 1024
 
 
@@ -98,6 +99,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
         tasks.spawn(gateway.host.run())
         tasks.spawn(_sweep_forever(gateway))
+        tasks.spawn(_look_for_files_forever(gateway))
+        tasks.spawn(gateway.table.seal_late())
         tasks.spawn(gateway.durability.run())
         tasks.spawn(gateway.durability.journals.run())
         log.info(
@@ -329,6 +332,15 @@ async def _sweep_forever(gateway: Gateway) -> None:
         await gateway.table.sweep(gateway.config.gateway.stream_retention_s)
         gateway.groups.sweep(gateway.config.gateway.stream_retention_s)
         gateway.adapters.sweep({stream.spec.adapter for stream in gateway.table.live.values()})
+
+
+async def _look_for_files_forever(gateway: Gateway) -> None:
+    """What was deleted under this process is written anew as long as it is open; the table of sessions looks by itself."""
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        await gateway.table.look_for_files()
+        gateway.groups.look_for_files()
+        await asyncio.to_thread(gateway.adapters.look_for_files)
 
 
 def _raise_file_limit() -> None:

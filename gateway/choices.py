@@ -21,7 +21,7 @@ import structlog
 from gateway import journal as j
 from gateway.sealing import Seal, Sealing
 from gateway.sse import EventForm
-from gateway.streams import Reader, Stream, StreamTable
+from gateway.streams import Reader, Stream, StreamTable, write_anew_if_lost
 from gateway.tenancy import own_name
 from tiers.keys import Locked
 
@@ -205,6 +205,7 @@ class GroupTable:
     def load(self) -> None:
         """Groups of an earlier process that have not ended, once the table has read its live streams back."""
         for path in sorted(self._directory.glob("*.group")):
+            self._seal_late(path)
             if not j.is_closed(path):
                 self._load_one(path)
 
@@ -221,6 +222,7 @@ class GroupTable:
             return
         spec, orders, good = parts
         journal = j.Journal(path, good_bytes=good, written=self._written, seal=self._seal(spec, streams))
+        journal.hold()
         group = Group(spec, [stream for stream in streams if stream], journal)
         for order in orders:
             group.apply(order)
@@ -255,9 +257,33 @@ class GroupTable:
     def forget(self, group_ids: list[str]) -> None:
         """Delete the journals of ended groups."""
         for group_id in group_ids:
-            self._recent.pop(group_id, None)
+            _let_go(self._recent.pop(group_id, None))
             if group_id not in self.live:
                 self._path(group_id).unlink(missing_ok=True)
+
+    def look_for_files(self) -> None:
+        """Journals that were deleted, of groups in memory, are written anew."""
+        write_anew_if_lost(self._journals())
+
+    def _journals(self) -> list[j.Journal]:
+        """Those that this process has open: of live groups, and of those that ended lately."""
+        groups = (*self.live.values(), *self._recent.values())
+        return [group.journal for group in groups if group.journal is not None]
+
+    def _seal_late(self, path: Path) -> None:
+        """A journal that was written before its tenant had a key is sealed. They are small."""
+        if not self._sealing.keys or not j.is_open(path):
+            return
+        try:
+            spec = j.read_spec(path)
+            namespace = self._table.namespace_of(spec.streams[0]) if isinstance(spec, j.GroupSpec) else ""
+            if namespace and self._sealing.keys.has(namespace):
+                j.write_sealed(path, self._sealing.of_journal(namespace, path.stem))
+        except Locked:
+            return
+        except OSError as error:
+            hint = "free some room; it is tried again at the next start"
+            log.error("gateway.journal_not_sealed", path=str(path), error=str(error), hint=hint)
 
     def sweep(self, retention_s: float) -> None:
         """Retry what the disk refused; delete what ended too long ago."""
@@ -272,7 +298,9 @@ class GroupTable:
         for group in self.live.values():
             if group.journal is not None:
                 group.journal.flush()
-                group.journal.release()
+        self.look_for_files()
+        for journal in self._journals():
+            journal.release()
 
     def _keep(self, group: Group) -> Group:
         self.live[group.id] = group
@@ -286,7 +314,7 @@ class GroupTable:
     def _remember(self, group: Group) -> Group:
         self._recent[group.id] = group
         while len(self._recent) > RECENT_COUNT:
-            self._recent.popitem(last=False)
+            _let_go(self._recent.popitem(last=False)[1])
         return group
 
     def _path(self, group_id: str) -> Path:
@@ -296,6 +324,12 @@ class GroupTable:
         """A group is its choices' tenant's."""
         namespaces = [stream.spec.namespace for stream in streams if stream is not None]
         return self._sealing.of_journal(namespaces[0] if namespaces else "", spec.group)
+
+
+def _let_go(group: Group | None) -> None:
+    """Close the journal of a group that is remembered no longer."""
+    if group is not None and group.journal is not None:
+        group.journal.release()
 
 
 def _read(path: Path, sealing: Sealing) -> tuple[j.GroupSpec, list[j.Order], int] | None:

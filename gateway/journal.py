@@ -12,6 +12,7 @@ A finished journal ends with one empty record of type CLOSED: 16 constant bytes,
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import xxhash
 
 from engine.messages import Sampling, TokenLogprobs
 from gateway import metrics
+from gateway.sealing import MAGIC as SEALED_MAGIC
 from gateway.sealing import Seal, as_it_is
 from tiers.errors import BadBlock
 from tiers.keys import Locked
@@ -34,6 +36,7 @@ _HEADER = struct.Struct("<IHHQ")
 _MAGIC = 0x4A43  # "CJ"
 _CLOSED_TYPE = 255
 RECORD_LIMIT_BYTES = 256 << 20
+DRAFT = ".new"  # behind the name of a journal that isn't whole yet
 
 
 class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -230,9 +233,9 @@ class Journal:
         self._fd: int | None = None
         self._end = 0 if good_bytes is None else good_bytes
         self._backlog = bytearray()
-        self._closing = False
         self._told = False
-        self.trouble = ""  # why the last write failed; "" once one succeeded
+        self._write_trouble = ""  # why the last write failed; "" once one succeeded
+        self._loss_trouble = ""  # why a file that was deleted can't be written anew
         self._fresh = good_bytes is None
 
     def append(self, *records: Record) -> None:
@@ -241,13 +244,12 @@ class Journal:
         self.flush()
 
     def close(self) -> None:
-        """Mark the journal as finished and let go of the file (once all of it is written)."""
+        """Mark the journal as finished. The file stays open until `release`: as long as it is it can be written anew."""
         self._backlog += CLOSED
-        self._closing = True
         self.flush()
 
     def release(self) -> None:
-        """Let go of the file without finishing it: the next process goes on with it."""
+        """Let go of the file, finished or not: the next process may go on with it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -255,6 +257,57 @@ class Journal:
     @property
     def backlog_bytes(self) -> int:
         return len(self._backlog)
+
+    @property
+    def trouble(self) -> str:
+        """Why what was appended isn't in the file, or the file not where it belongs; "" if all is well."""
+        return self._write_trouble or self._loss_trouble
+
+    def hold(self) -> None:
+        """Open the file now: what is open can be written anew if it is deleted."""
+        try:
+            self._fd = self._open() if self._fd is None else self._fd
+        except OSError as error:
+            self._failed(error.strerror or str(error), 0)
+
+    def is_lost(self) -> bool:
+        """Whether its file was deleted, moved or replaced under it. Two system calls."""
+        if self._fd is None:
+            return False
+        mine = os.fstat(self._fd)
+        try:
+            named = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # nobody knows; asked again
+        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
+
+    def write_anew(self) -> bool:
+        """After `is_lost`: put all that was written, which the open file still has, into a file of its name again. False: the disk refused.
+
+        A file that has the name meanwhile is somebody's copy: this process knows more.
+        """
+        assert self._fd is not None, "only what is open can be lost"
+        draft = self.path.with_name(self.path.name + DRAFT)
+        try:
+            if not self.path.parent.is_dir():
+                self._make_directory()
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _copy(self._fd, fd, self._end)
+                os.rename(draft, self.path)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            self._loss_trouble = f"its file was deleted, and can't be written anew: {error.strerror or error}"
+            self._failed(self._loss_trouble, self._end)
+            return False
+        os.close(self._fd)
+        self._fd, self._loss_trouble = fd, ""
+        self._written(self.path, is_new=True)
+        return True
 
     def flush(self) -> None:
         """Try to write what waits."""
@@ -264,13 +317,11 @@ class Journal:
             trouble = "" if written == len(waiting) else "short write"
         except OSError as error:
             written, trouble = 0, error.strerror or str(error)
-        self.trouble = trouble
+        self._write_trouble = trouble
         if trouble:
             self._failed(trouble, len(waiting) - written)
         self._end += written
         del self._backlog[:written]
-        if self._closing and not self._backlog:
-            self.release()
 
     def _failed(self, trouble: str, backlog_bytes: int) -> None:
         metrics.journal_write_failures.inc()
@@ -286,7 +337,7 @@ class Journal:
         return written
 
     def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if self._fresh else 0)
         try:
             fd = os.open(self.path, flags, 0o600)
         except FileNotFoundError:
@@ -302,7 +353,7 @@ class Journal:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         log.error(
             "deliver.journal_directory_made", path=str(self.path.parent),
-            hint="it was deleted or moved: earlier streams can't be read back, nor can another gateway resume those that were live then",
+            hint="it was deleted or moved: streams that ended before can't be read back; those that are live are written anew",
         )  # fmt: skip
 
 
@@ -329,6 +380,60 @@ def read_records(data: bytes, opened: Seal = as_it_is) -> Iterator[tuple[Record,
             return
         yield record, end
         at = end
+
+
+def read_spec(path: Path, opened: Seal = as_it_is) -> StreamSpec | GroupSpec | None:
+    """A journal's first record, which says what it is of; None if it isn't whole or there is no file. Raises Locked."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                return None
+            data = head + file.read(min(_HEADER.unpack(head)[0], RECORD_LIMIT_BYTES))
+    except FileNotFoundError:
+        return None
+    first = next(read_records(data, opened), None)
+    return first[0] if first is not None and isinstance(first[0], StreamSpec | GroupSpec) else None
+
+
+def is_open(path: Path) -> bool:
+    """Whether its first record is readable by anyone: written for a tenant that had no key."""
+    with open(path, "rb") as file:
+        head = file.read(_HEADER.size + len(SEALED_MAGIC))
+    return len(head) > _HEADER.size and not head.startswith(SEALED_MAGIC, _HEADER.size)
+
+
+def write_sealed(path: Path, seal: Seal) -> bool:
+    """Put a journal's records into a new file of its name, sealed, with the times of the old one. False: it is damaged, and stays as it is.
+
+    Raises OSError
+    """
+    data, times, draft = path.read_bytes(), path.stat(), path.with_name(path.name + DRAFT)
+    records, closed = list(read_records(data)), data.endswith(CLOSED)
+    if closed and (not records or records[-1][1] != len(data) - len(CLOSED)):
+        return False
+    frames = b"".join(encode(record, seal) for record, _ in records)
+    with open(draft, "wb", opener=_private) as file:
+        file.write(frames + (CLOSED if closed else b""))
+        file.flush()
+        os.fsync(file.fileno())
+    os.utime(draft, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.rename(draft, path)
+    return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _copy(source: int, target: int, size: int) -> None:
+    """The first `size` bytes of one file into another. Raises OSError (fewer are there, or no room)."""
+    at = 0
+    while at < size:
+        data = os.pread(source, min(1 << 20, size - at), at)
+        if not data:
+            raise OSError(errno.EIO, "it was cut short")
+        at += os.pwrite(target, data, at)
 
 
 def is_closed(path: Path) -> bool:

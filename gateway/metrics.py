@@ -63,6 +63,11 @@ journal_unsynced_ms = _gauge(
 )
 turns_unsynced = _counter("turns_unsynced", "Answers that ended before they were on the disk, against durability turn")
 journal_backlog = _gauge("journal_backlog_bytes", "Journal bytes that wait for the disk")
+files_deleted = _counter(
+    "files_deleted",
+    "Files of the gateway that were deleted or moved under it, and written anew if that could be",
+    ("what",),
+)
 sessions_forked = _counter("sessions_forked", "Forks of sessions")
 sessions_known = _gauge("sessions", "Named sessions on record")
 keeper_up = _gauge("keeper_up", "1 while the keeper answers")

@@ -8,6 +8,7 @@ borrows the beginning of a list which is stored once, under its digest, for as l
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import queue
 import threading
@@ -25,15 +26,17 @@ import structlog
 from engine.messages import pack_tokens
 from gateway import metrics
 from gateway.placement import common_prefix
-from gateway.sealing import Sealing
+from gateway.sealing import MAGIC, Sealing
 from gateway.streams import Stream
+from gateway.table_file import DATABASES, MAP_BYTES, TableFile
 from tiers.errors import BadBlock
 from tiers.keys import Locked
+from tiers.store_file import opening
 
 log = structlog.get_logger()
 
 STREAMS_KEPT = 100  # ids of the latest streams of a session
-MAP_BYTES = 1 << 36  # sparse
+LOOK_S = 1.0  # until it is noticed that the file was deleted
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
@@ -88,10 +91,7 @@ class SessionTable:
 
     def __init__(self, directory: Path, sealing: Sealing | None = None) -> None:
         self._sealing = sealing or Sealing()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._environment = lmdb.open(str(directory), map_size=MAP_BYTES, max_dbs=2)
-        self._records_db = self._environment.open_db(b"records")
-        self._tokens_db = self._environment.open_db(b"tokens")
+        self._file = TableFile(directory)
         self._records = {record.session: record for record in self._load()}
         self._work: queue.SimpleQueue[list[Change] | Callable[[], None] | None] = queue.SimpleQueue()
         self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
@@ -116,8 +116,7 @@ class SessionTable:
             return b""
         held = self._tokens_waiting.get(record.list_key)
         if held is None:
-            with self._environment.begin(db=self._tokens_db) as transaction:
-                held = _read_tokens(transaction, self._sealing, record)
+            held = _read_tokens(self._file.read, self._sealing, record)
         return held[: 4 * record.token_count]
 
     async def written(self, timeout_s: float) -> bool:
@@ -272,7 +271,6 @@ class SessionTable:
         """Everything to disk."""
         self._work.put(None)
         self._thread.join(timeout=10)
-        self._environment.close()
 
     def _give_back(self, record: SessionRecord) -> None:
         """It borrows a list no longer; the last borrower's goes."""
@@ -304,45 +302,87 @@ class SessionTable:
 
     def _load(self) -> Iterator[SessionRecord]:
         locked = 0
-        with self._environment.begin(db=self._records_db) as transaction:
-            for key, value in transaction.cursor():
-                try:
-                    yield _read_record(self._sealing, bytes(key), bytes(value))
-                except Locked:
-                    locked += 1
-                except (msgspec.MsgspecError, BadBlock) as error:
-                    log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
+        for key, value in self._file.items("records"):
+            try:
+                yield _read_record(self._sealing, key, value)
+            except Locked:
+                locked += 1
+            except (msgspec.MsgspecError, BadBlock) as error:
+                log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
         if locked:
             hint = "they are not listed, and stay as they are: give their tenants' keys and restart"
             log.error("sessions.locked", sessions=locked, hint=hint)
 
     def _write_loop(self) -> None:
-        while True:
-            group = [self._work.get()]
-            while not self._work.empty():
-                group.append(self._work.get())
+        self._seal_late()
+        ended, looked_at = False, time.monotonic()
+        while not ended:
+            group = self._next_group()
+            if time.monotonic() - looked_at >= LOOK_S:
+                looked_at = time.monotonic()
+                self._file.look()
             self._write([change for item in group if isinstance(item, list) for change in item])
             for item in group:
                 if callable(item):
                     item()
-            if None in group:
-                return
+            ended = None in group
+        self._file.close()
+
+    def _next_group(self) -> list[list[Change] | Callable[[], None] | None]:
+        """All that waits; nothing if nothing came in LOOK_S."""
+        try:
+            group = [self._work.get(timeout=LOOK_S)]
+        except queue.Empty:
+            return []
+        while not self._work.empty():
+            group.append(self._work.get())
+        return group
 
     def _write(self, changes: list[Change]) -> None:
-        databases = {"records": self._records_db, "tokens": self._tokens_db}
+        if not changes:
+            return
         try:
-            with self._environment.begin(write=True) as transaction:
-                for change in changes:
-                    if change.value is None:
-                        transaction.delete(change.key, db=databases[change.database])
-                    else:
-                        transaction.put(change.key, change.value, db=databases[change.database])
+            self._file.write([change[:3] for change in changes])
         except lmdb.Error as error:
             log.error("sessions.write_failed", error=str(error), hint="sessions go on from memory; free disk space")
             return
         for change in changes:
             if change.waiting is not None and self._tokens_waiting.get(change.waiting[0]) is change.waiting[1]:
                 self._tokens_waiting.pop(change.waiting[0], None)
+
+    def _seal_late(self) -> None:
+        """What was written before its tenant had a key: into a new file, sealed, so that no free page holds it either."""
+        if not self._sealing.keys:
+            return
+        owners = _owners(self._file, self._sealing)
+        late = {
+            (name, key): owners[name][key]
+            for name in DATABASES
+            for key, head in self._file.heads(name, len(MAGIC))
+            if head != MAGIC and self._sealing.keys.has(owners[name].get(key, ""))
+        }
+
+        def sealed(database: str, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+            namespace = late.get((database, key))
+            if namespace is None:
+                return key, value
+            hidden = self._sealing.hidden(namespace, key)
+            return hidden, self._sealing.seal(namespace, database, hidden, value)
+
+        if late and self._file.rewrite(sealed):
+            log.info("sessions.sealed", values=len(late), reason="they were written before their tenant had a key")
+
+
+def _owners(file: TableFile, sealing: Sealing) -> dict[str, dict[bytes, str]]:
+    """By database and key, as it was without a tenant's key: the namespace that a record and its token list belong to."""
+    owners: dict[str, dict[bytes, str]] = {name: {} for name in DATABASES}
+    for key, value in file.items("records"):
+        try:
+            record = _read_record(sealing, key, value)
+        except (msgspec.MsgspecError, BadBlock):
+            continue  # it was named when the table was read
+        owners["records"][record.session.encode()] = owners["tokens"][record.list_key] = record.namespace
+    return owners
 
 
 def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
@@ -352,18 +392,14 @@ def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
     return record
 
 
-def _read_tokens(transaction: Any, sealing: Sealing, record: SessionRecord) -> bytes:
+def _read_tokens(read: Callable[..., tuple[bytes, bytes] | None], sealing: Sealing, record: SessionRecord) -> bytes:
     """A session's token list, sealed or written before there was a key; empty if there is none, or it can't be read."""
-    hidden = sealing.hidden(record.namespace, record.list_key)
-    for key in (hidden, record.list_key):
-        raw = transaction.get(key)
-        if raw is not None:
-            try:
-                return sealing.open("tokens", key, bytes(raw))
-            except BadBlock as error:
-                log.error("sessions.bad_tokens", session=record.session, error=str(error))
-                return b""
-    return b""
+    found = read("tokens", sealing.hidden(record.namespace, record.list_key), record.list_key)
+    try:
+        return sealing.open("tokens", *found) if found is not None else b""
+    except BadBlock as error:
+        log.error("sessions.bad_tokens", session=record.session, error=str(error))
+        return b""
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
@@ -384,9 +420,10 @@ class SessionFile:
         self._writable = writable
         self._environment: lmdb.Environment | None = None
         if writable or (directory / "data.mdb").exists():
-            self._environment = lmdb.open(
-                str(directory), map_size=MAP_BYTES, max_dbs=2, readonly=not writable, create=writable
-            )
+            with opening(directory, fcntl.LOCK_SH):
+                self._environment = lmdb.open(
+                    str(directory), map_size=MAP_BYTES, max_dbs=2, readonly=not writable, create=writable
+                )
 
     def _database(self, name: bytes) -> Any:
         assert self._environment is not None
@@ -431,12 +468,18 @@ class SessionFile:
         record = self.get(session)
         if record is None:
             return b""
+        return _read_tokens(self._read, self._sealing, record)[: 4 * record.token_count]
+
+    def _read(self, database: str, *keys: bytes) -> tuple[bytes, bytes] | None:
+        """(key, value) of the first of these keys that is there."""
+        assert self._environment is not None
         try:
-            database = self._database(b"tokens")
+            handle = self._database(database.encode())
         except lmdb.NotFoundError:
-            return b""
-        with self._environment.begin(db=database) as transaction:
-            return _read_tokens(transaction, self._sealing, record)[: 4 * record.token_count]
+            return None
+        with self._environment.begin(db=handle) as transaction:
+            found = ((key, transaction.get(key)) for key in keys)
+            return next(((key, bytes(value)) for key, value in found if value is not None), None)
 
     def put(self, record: SessionRecord, tokens: bytes) -> None:
         """Write a record and its tokens, synced."""

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 
 STREAM_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{24})")
 UNSURE_S = 120.0  # longer than the kernel keeps what isn't synced to itself
+JOURNALS_AT_ONCE = 50  # looked for before the event loop has its turn
 RECENT_COUNT = 256  # finished streams kept in memory; others are read back from their journals
 
 
@@ -326,13 +328,17 @@ class StreamTable:
     def load_live(self) -> list[Stream]:
         """Streams of an earlier process that have no end yet. Called once, before serving."""
         streams = []
+        _unlink_all(list(self._directory.glob(f"*{j.DRAFT}")))
         changed = {path: path.stat().st_mtime for path in sorted(self._directory.glob("*.journal"))}
         # A loss of power may have taken a page before the mark of the end, of those that were written last.
         unsure_since = max(changed.values(), default=0.0) - UNSURE_S
         for path, at in changed.items():
             if at >= unsure_since or not j.is_closed(path):
+                self._seal_late(path)
                 stream = self._read(path)
                 if stream is not None and stream.end is None:
+                    assert stream.journal is not None, "it goes on"
+                    stream.journal.hold()
                     stream.resumed = True
                     self.live[stream.id] = stream
                     streams.append(stream)
@@ -343,10 +349,60 @@ class StreamTable:
         journals = [stream.journal for stream in (*self.live.values(), *self._unwritten)]
         return [journal.trouble for journal in journals if journal is not None and journal.trouble]
 
+    async def look_for_files(self) -> None:
+        """Journals that were deleted, of streams in memory, are written anew; a few at a time, as others wait meanwhile."""
+        journals = list(self._journals())
+        for start in range(0, len(journals), JOURNALS_AT_ONCE):
+            write_anew_if_lost(journals[start : start + JOURNALS_AT_ONCE])
+            await asyncio.sleep(0)
+
+    def _journals(self) -> Iterable[j.Journal]:
+        """Those that this process has open: of live streams, and of those that ended lately."""
+        streams = (*self.live.values(), *self._recent.values(), *self._unwritten)
+        return dict.fromkeys(stream.journal for stream in streams if stream.journal is not None)
+
+    async def seal_late(self) -> None:
+        """Journals that were written before their tenant had a key are sealed; those of live streams were when they were read back."""
+        if not self._sealing.keys:
+            return
+        loop, sealed = asyncio.get_running_loop(), 0
+        for path in sorted(self._directory.glob("*.journal")):
+            if path.stem not in self.live:
+                sealed += await loop.run_in_executor(self._thread, self._seal_late, path)
+        if sealed:
+            log.info(
+                "gateway.journals_sealed", journals=sealed, reason="they were written before their tenant had a key"
+            )
+
+    def namespace_of(self, stream_id: str) -> str:
+        """Whose a stream is, in memory or by its journal's first record; "" if nobody can say. Raises Locked."""
+        stream = self.find(stream_id)
+        if stream is not None:
+            return stream.spec.namespace
+        spec = j.read_spec(self._path(stream_id), self._sealing.opens_journal(stream_id))
+        return spec.namespace if isinstance(spec, j.StreamSpec) else ""
+
+    def _seal_late(self, path: Path) -> bool:
+        """Whether it was sealed now."""
+        try:
+            if not self._sealing.keys or not j.is_open(path):
+                return False
+            namespace = self.namespace_of(path.stem)
+            seals = bool(namespace) and self._sealing.keys.has(namespace)
+            return seals and j.write_sealed(path, self._sealing.of_journal(namespace, path.stem))
+        except (FileNotFoundError, Locked):
+            return False  # swept meanwhile; sealed
+        except OSError as error:
+            hint = "free some room; it is tried again at the next start"
+            log.error("gateway.journal_not_sealed", path=str(path), error=str(error), hint=hint)
+            return False
+
     async def forget(self, stream_ids: list[str]) -> None:
         """Delete finished streams and their journals."""
         for stream_id in stream_ids:
-            self._recent.pop(stream_id, None)
+            stream = self._recent.pop(stream_id, None)
+            if stream is not None:
+                self._let_go(stream)
         paths = [self._path(stream_id) for stream_id in stream_ids if stream_id not in self.live]
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, _unlink_all, paths)
@@ -357,7 +413,9 @@ class StreamTable:
         for journal in waiting:
             journal.flush()
         metrics.journal_backlog.set(sum(journal.backlog_bytes for journal in waiting))
-        self._unwritten = {s for s in self._unwritten if s.journal and s.journal.backlog_bytes}
+        for stream in [s for s in self._unwritten if s.journal and not s.journal.backlog_bytes]:
+            self._unwritten.discard(stream)
+            self._let_go(stream)
         loop = asyncio.get_running_loop()
         old = await loop.run_in_executor(self._thread, _expired, self._directory, time.time() - retention_s)
         await self.forget([path.stem for path in old if path.stem not in self.live])
@@ -367,7 +425,9 @@ class StreamTable:
         for stream in self.live.values():
             if stream.journal is not None:
                 stream.journal.flush()
-                stream.journal.release()
+        write_anew_if_lost(self._journals())
+        for journal in self._journals():
+            journal.release()
         self._thread.shutdown()
 
     def _path(self, stream_id: str) -> Path:
@@ -377,8 +437,13 @@ class StreamTable:
         self._recent[stream.id] = stream
         for old in list(self._recent)[: max(0, len(self._recent) - RECENT_COUNT)]:
             if not self._recent[old].readers:
-                del self._recent[old]
+                self._let_go(self._recent.pop(old))
         return stream
+
+    def _let_go(self, stream: Stream) -> None:
+        """Close the journal of a stream that has ended, unless it is remembered or still to be written."""
+        if stream.journal is not None and stream.id not in self._recent and stream not in self._unwritten:
+            stream.journal.release()
 
     def _read(self, path: Path) -> Stream | None:
         """Fold a journal. Without a whole first record nothing was ever promised: the file is dropped."""
@@ -413,6 +478,18 @@ class StreamTable:
         elif good == len(data):  # killed before the mark of the end
             j.Journal(path, good_bytes=good, written=self._written).close()
         return stream
+
+
+def write_anew_if_lost(journals: Iterable[j.Journal]) -> None:
+    """Those whose files were deleted, moved or replaced get new ones, with all that was written."""
+    lost = [journal for journal in journals if journal.is_lost()]
+    count = sum([journal.write_anew() for journal in lost])
+    if lost:
+        metrics.files_deleted.labels("journal").inc(len(lost))
+        log.error(
+            "deliver.journals_written_anew", journals=count, failed=len(lost) - count, path=str(lost[0].path.parent),
+            hint="files of live streams were deleted or moved: find out who writes to the data directory",
+        )  # fmt: skip
 
 
 def _expired(directory: Path, before: float) -> list[Path]:

@@ -24,6 +24,7 @@ import structlog
 from engine import pid_file
 from ops.errors import AlreadyRunning, ModelError, OpsError
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
+from tiers.lock import is_named
 
 log = structlog.get_logger("processes")
 
@@ -85,6 +86,18 @@ class FileLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
         return self
+
+    def keep(self) -> None:
+        """If its file was deleted or moved: hold another one of its name, so that others find that it is held."""
+        if self._descriptor < 0 or not self.path.parent.is_dir() or is_named(self._descriptor, self.path):
+            return
+        lost, self._descriptor = self._descriptor, -1
+        try:
+            self.take("this name is another process's now")
+        except (AlreadyRunning, OSError):
+            self._descriptor = lost
+        else:
+            os.close(lost)
 
     async def take_soon(self, what: str, timeout_s: float) -> FileLock:
         """Like `take`, but give a holder that is about to end some time."""

@@ -38,6 +38,7 @@ log = structlog.get_logger("serve")
 POLL_S = 0.2
 STOP_MARGIN_S = 5.0
 QUICK_DEATHS = 4
+LOCK_LOOK_S = 1.0
 FATAL = (ModelError.exit_code,)
 SERVED = "this data directory is being served already"
 
@@ -68,11 +69,21 @@ class Supervisor:
             become_subreaper()
             pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
             self._paths.gateway_url.write_text(base_url(self.config))
-            await self._run_children()
+            keeping = asyncio.create_task(self._keep(lock))
+            try:
+                await self._run_children()
+            finally:
+                keeping.cancel()
         finally:
             self._remove_leftovers()
             self._paths.pid_file("serve").unlink(missing_ok=True)
             lock.release()
+
+    async def _keep(self, lock: FileLock) -> None:
+        """Whoever deletes the data directory leaves the name of the lock free."""
+        while True:
+            await asyncio.sleep(LOCK_LOOK_S)
+            lock.keep()
 
     def _remove_leftovers(self) -> None:
         """The address, and sockets whose processes are gone; an engine that goes on keeps its own."""

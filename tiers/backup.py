@@ -8,6 +8,7 @@ State is a cache of the token lists, so copies of slightly different moments fit
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from tiers import keeper_client
 from tiers.errors import BadFile, OtherFormat, StoreFailed
 from tiers.lock import is_held
 from tiers.paths import Paths
+from tiers.store_file import opening
 
 FORMAT = "concordia-backup"
 VERSION = 1
@@ -151,7 +153,8 @@ def copy_lmdb(
     failed: list[lmdb.Error] = []
     reading, writing = os.pipe()
     try:
-        environment = lmdb.open(str(source), map_size=map_bytes, readonly=True, create=False, max_dbs=32)
+        with opening(source, fcntl.LOCK_SH):
+            environment = lmdb.open(str(source), map_size=map_bytes, readonly=True, create=False, max_dbs=32)
     except lmdb.Error as error:
         os.close(reading)
         os.close(writing)

@@ -29,7 +29,8 @@ from tiers.errors import OverBudget, StoreFailed, TierError
 from tiers.keeper_jobs import Busy, Jobs
 from tiers.keeper_operations import Operations
 from tiers.layout import RootId, SequenceId
-from tiers.lock import is_held, take
+from tiers.lock import is_held, is_named, take
+from tiers.offline import keeper_lock
 from tiers.paths import Paths
 from tiers.rebuild import from_wire
 from tiers.settings import TierSettings
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 
 REQUEST_LIMIT_BYTES = 8 << 20
 LOCK_WAIT_S = 5.0
+LOCK_LOOK_S = 1.0
 OPS = (
     "drain",
     "stats",
@@ -70,7 +72,7 @@ class Keeper:
         self._interval_s = settings.drain_interval_ms / 1000
         self._orphan_s = orphan_s
         self._stopping = False
-        self._lock = _take_lock(paths.store / "keeper.lock")
+        self._lock = _take_lock(keeper_lock(paths))
         self._drain = Drain(paths, settings)
         self._operations = Operations(self._drain)
         self._jobs = Jobs(self._drain)
@@ -80,7 +82,7 @@ class Keeper:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._listener = _listen(paths.keeper_socket)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._held_at = self._looked_at = time.monotonic()
+        self._held_at = self._looked_at = self._lock_seen_at = time.monotonic()
 
     def stop(self) -> None:
         """Ask `run` to end, from a signal handler or another thread."""
@@ -120,7 +122,23 @@ class Keeper:
         except StoreFailed:
             pass  # counted and logged; the records wait in the lanes
         self._look_for_host()
+        self._keep_lock()
         return more
+
+    def _keep_lock(self) -> None:
+        """Was its file deleted, with the store's directory maybe? Commands must find that this keeper holds it."""
+        now, path = time.monotonic(), keeper_lock(self._paths)
+        if now - self._lock_seen_at < LOCK_LOOK_S:
+            return
+        self._lock_seen_at = now
+        if path.parent.is_dir() and not is_named(self._lock.fileno(), path):
+            fresh = open(path, "a+")
+            if take(fresh, 0):
+                self._lock, fresh = fresh, self._lock
+                log.error(
+                    "keeper.lock_made", path=str(path), hint="it was deleted: nothing but Concordia may write there"
+                )
+            fresh.close()
 
     def _look_for_host(self) -> None:
         now = time.monotonic()

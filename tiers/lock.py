@@ -28,6 +28,16 @@ def is_held(path: str | os.PathLike[str] | int) -> bool:
     return False
 
 
+def is_named(file: int, path: str | os.PathLike[str]) -> bool:
+    """Whether an open file is still the one of this name: not deleted, moved or replaced."""
+    mine = os.fstat(file)
+    try:
+        named = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
 def take(file: int | TextIO, timeout_s: float) -> bool:
     """Hold an exclusive flock on an open file, within `timeout_s`; False if another process keeps it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,20 @@ def test_the_setting_is_names_and_directories() -> None:
     assert parse_setting("a=/x, b = /y z") == {"a": Path("/x"), "b": Path("/y z")}
     with pytest.raises(ValueError, match="name=directory"):
         parse_setting("/x")
+
+
+def test_files_that_were_deleted_are_written_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "data" / "adapters"
+    table = AdapterTable(directory)
+    digest = table.keep(make_files(tmp_path / "lora", b"one"))
+    table.add("x", digest)
+    for again in (table, AdapterTable(directory)):  # the one that made them, and one that found them
+        shutil.rmtree(tmp_path / "data")
+        again.look_for_files()
+        again.look_for_files()
+        assert (again.directory(digest) / "adapter_model.safetensors").read_bytes() == b"one"
+        assert AdapterTable(directory).names == {"x": digest}
+    table.remove("x")
+    table.sweep(set())
+    table.look_for_files()
+    assert [path.name for path in directory.iterdir()] == ["index.json"]

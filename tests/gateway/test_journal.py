@@ -141,9 +141,7 @@ def test_disk_that_refuses_stops_no_stream_and_gets_everything_later(
 def test_a_deleted_directory_is_made_again_by_the_next_stream(tmp_path: Path) -> None:
     directory = tmp_path / "data" / "journal"
     table = StreamTable(directory, TokenIdText())
-    earlier = table.open(spec(new_stream_id()))
     shutil.rmtree(tmp_path / "data")
-    earlier.record(j.Tokens(2, pack_tokens([12])))
     with capture_logs() as logs:
         streams = [table.open(spec(new_stream_id())) for _ in range(2)]
     assert [entry["event"] for entry in logs] == ["deliver.journal_directory_made"]
@@ -152,6 +150,88 @@ def test_a_deleted_directory_is_made_again_by_the_next_stream(tmp_path: Path) ->
     again = StreamTable(directory, TokenIdText())
     assert {stream.id for stream in again.load_live()} == {stream.id for stream in streams}
     again.close()
+
+
+def lose(path: Path, how: str) -> None:
+    if how == "file deleted":
+        path.unlink()
+    elif how == "replaced":
+        shutil.copyfile(path, path.with_suffix(".old"))
+        path.with_suffix(".old").replace(path)
+    elif how == "directory moved":
+        path.parent.rename(path.parent.with_name("elsewhere"))
+    else:
+        shutil.rmtree(path.parent.parent)
+
+
+@pytest.mark.parametrize("how", ["file deleted", "replaced", "directory moved", "data directory deleted"])
+@pytest.mark.parametrize("state", ["live", "ended", "read back"])
+async def test_a_journal_that_is_lost_is_written_anew_with_all_that_was_in_it(
+    tmp_path: Path, how: str, state: str
+) -> None:
+    directory = tmp_path / "data" / "journal"
+    table = StreamTable(directory, TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    path = directory / f"{stream.id}.journal"
+    stream.record(j.Placed(1, "e0", 1))
+    if state == "read back":
+        table.close()
+        table = StreamTable(directory, TokenIdText())
+        (stream,) = table.load_live()
+    before = path.read_bytes()
+    lose(path, how)
+    stream.record(j.Tokens(2, pack_tokens([12])))
+    if state == "ended":
+        stream.record(j.End("stop", "stop", 1.0))
+        table.retire(stream)
+    with capture_logs() as logs:
+        await table.look_for_files()
+        await table.look_for_files()
+    assert [entry["event"] for entry in logs].count("deliver.journals_written_anew") == 1
+    data = path.read_bytes()
+    assert data.startswith(before) and j.is_closed(path) == (state == "ended")
+    if state != "ended":
+        stream.record(j.Tokens(3, pack_tokens([13])))
+    table.close()
+    again = StreamTable(directory, TokenIdText())
+    assert [stream.tokens for stream in again.load_live()] == ([] if state == "ended" else [[10, 11, 12, 13]])
+    again.close()
+
+
+async def test_a_lost_journal_that_the_disk_refuses_is_said_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = StreamTable(tmp_path / "journal", TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    shutil.rmtree(tmp_path / "journal")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(j, "_copy", refuse)
+        await table.look_for_files()
+        stream.record(j.Tokens(2, pack_tokens([12])))
+        (trouble,) = table.journal_troubles()
+        assert "deleted" in trouble and "No space left" in trouble
+    await table.look_for_files()
+    assert table.journal_troubles() == []
+    table.close()
+    assert [path.suffix for path in (tmp_path / "journal").iterdir()] == [".journal"]
+    again = StreamTable(tmp_path / "journal", TokenIdText())
+    assert [stream.tokens for stream in again.load_live()] == [[10, 11, 12]]
+    again.close()
+
+
+async def test_a_forgotten_journal_is_not_written_anew(tmp_path: Path) -> None:
+    table = StreamTable(tmp_path, TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    stream.record(j.End("stop", "stop", 1.0))
+    table.retire(stream)
+    await table.forget([stream.id])
+    await table.look_for_files()
+    table.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_journals_that_cannot_be_written_are_a_degraded_state_until_they_are(tmp_path: Path) -> None:

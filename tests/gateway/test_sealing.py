@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from engine.messages import pack_tokens
 from gateway import journal as j
+from gateway.choices import GroupTable
 from gateway.sealing import Sealing
 from gateway.sessions import SessionFile, SessionRecord, SessionTable
+from gateway.streams import StreamTable, new_stream_id
+from gateway.table_file import DATABASES
+from gateway.tokenizer import TokenIdText
 from tests.gateway.conftest import World, chat
-from tests.gateway.test_journal import records
+from tests.gateway.test_journal import records, spec
 from tiers.keys import KEYS_VARIABLE, Keyring, Locked
 
 KEY = bytes.fromhex("11" * 32)
@@ -86,8 +91,7 @@ def test_sessions_are_sealed_forked_removed_and_read_by_commands(tmp_path: Path)
     again.remove("the-session-name")
     again.close()
     empty = SessionTable(tmp_path, SEALED)
-    with empty._environment.begin() as transaction:
-        assert [transaction.stat(db)["entries"] for db in (empty._records_db, empty._tokens_db)] == [0, 0]
+    assert [list(empty._file.items(name)) for name in DATABASES] == [[], []]
     empty.close()
 
 
@@ -106,22 +110,64 @@ def test_without_the_key_sessions_are_not_listed_and_not_lost(tmp_path: Path) ->
     keyed.close()
 
 
-def test_what_was_written_before_there_was_a_key_is_sealed_with_its_next_turn(tmp_path: Path) -> None:
+async def test_sessions_written_before_there_was_a_key_are_sealed_when_the_gateway_starts(tmp_path: Path) -> None:
     table = SessionTable(tmp_path)
     table.adopt(SessionRecord("the-session-name", 1.0, 1.0, token_count=300), pack_tokens(TOKENS))
+    table.fork("the-session-name", "the-fork-name", table.tokens("the-session-name"), 200)
+    table.adopt(SessionRecord("another's", 1.0, 1.0, namespace="other", token_count=3), pack_tokens([1, 2, 3]))
     table.close()
     keyed = SessionTable(tmp_path, SEALED)
-    record = keyed.get("the-session-name")
-    assert record is not None and keyed.tokens("the-session-name") == pack_tokens(TOKENS)
-    keyed.adopt(record, pack_tokens(TOKENS))
+    assert await keyed.written(60)
+    data, whats = on_disk(tmp_path), (pack_tokens(TOKENS[:8]), b"the-session-name", b"the-fork-name")
+    assert [what for what in whats if what in data] == [], "while it serves"
+    assert b"another's" in data
+    assert keyed.tokens("the-session-name") == pack_tokens(TOKENS)
+    keyed.remove("the-session-name")
     keyed.close()
-    file = SessionFile(tmp_path, sealing=SEALED)
-    assert [record.session for record in file.all()] == ["the-session-name"], "once, not twice"
-    file.close()
-    writable = SessionFile(tmp_path, writable=True, sealing=SEALED)
-    writable.remove("the-session-name")
-    assert writable.all() == []
-    writable.close()
+    again = SessionTable(tmp_path, SEALED)
+    assert {record.session for record in again.all()} == {"the-fork-name", "another's"}
+    assert again.tokens("the-fork-name") == pack_tokens(TOKENS[:200])
+    assert again.tokens("another's") == pack_tokens([1, 2, 3])
+    again.close()
+
+
+async def test_journals_written_before_there_was_a_key_are_sealed_when_the_gateway_starts(tmp_path: Path) -> None:
+    table = StreamTable(tmp_path, TokenIdText())
+    live, ended, other = (table.open(spec(new_stream_id())) for _ in range(3))
+    for stream in (live, ended, other):
+        stream.record(j.Tokens(2, pack_tokens([1234567, 7654321])))
+    for stream in (ended, other):
+        stream.record(j.End("length", "length", 1.0))
+        table.retire(stream)
+    group = j.Journal(tmp_path / ("f" * 24 + ".group"))
+    group.append(j.GroupSpec("f" * 24, [ended.id], 1, session="the-session-name"))
+    group.close()
+    table.close()
+    damaged = bytearray((tmp_path / f"{other.id}.journal").read_bytes())
+    damaged[-40] ^= 1
+    (tmp_path / f"{other.id}.journal").write_bytes(damaged)
+    path = tmp_path / f"{ended.id}.journal"
+    for old in (path, tmp_path / f"{other.id}.journal"):
+        os.utime(old, (1000, 1000))
+
+    keyed = StreamTable(tmp_path, TokenIdText(), sealing=SEALED)
+    (back,) = keyed.load_live()
+    GroupTable(tmp_path, keyed, sealing=SEALED).load()
+    await keyed.seal_late()
+    back.record(j.Tokens(4, pack_tokens([1111111])))
+    assert (tmp_path / f"{other.id}.journal").read_bytes() == damaged, "what can't be read to its end stays as it is"
+    (tmp_path / f"{other.id}.journal").unlink()
+    data = on_disk(tmp_path)
+    assert pack_tokens([1234567]) not in data and pack_tokens([1111111]) not in data and b"the-session-name" not in data
+    assert path.stat().st_mtime == 1000, "it expires when it would have"
+    keyed.close()
+    again = StreamTable(tmp_path, TokenIdText(), sealing=SEALED)
+    assert [stream.tokens for stream in again.load_live()] == [[10, 11, 1234567, 7654321, 1111111]]
+    whole = await again.fetch(ended.id)
+    assert whole is not None and whole.tokens == ended.tokens and whole.end == ended.end
+    groups = GroupTable(tmp_path, again, sealing=SEALED)
+    assert await groups.fetch("f" * 24) is not None
+    again.close()
 
 
 # ---------------------------------------------------------------- a gateway

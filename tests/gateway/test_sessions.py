@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.messages import pack_tokens
 from gateway.sessions import SessionFile, SessionRecord, SessionTable
+from gateway.table_file import TableFile
 
 
 @pytest.fixture
@@ -98,4 +102,57 @@ def test_positions_of_an_older_version_are_put_right(
     file.close()
     again = SessionTable(tmp_path)
     assert positions(again) == read
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["file", "lock file", "directory", "moved", "replaced"])
+def test_a_table_that_was_deleted_is_written_anew(tmp_path: Path, how: str) -> None:
+    directory = tmp_path / "data" / "sessions"
+    table = SessionTable(directory)
+    table.adopt(SessionRecord("a", 1.0, 1.0, token_count=4), pack_tokens([1, 2, 3, 4]))
+    table.close()
+    file = TableFile(directory)
+    if how == "directory":
+        shutil.rmtree(tmp_path / "data")
+    elif how == "moved":
+        directory.rename(tmp_path / "elsewhere")
+    elif how == "replaced":
+        shutil.copyfile(directory / "data.mdb", tmp_path / "copy")
+        (tmp_path / "copy").replace(directory / "data.mdb")
+    else:
+        (directory / ("lock.mdb" if how == "lock file" else "data.mdb")).unlink()
+    file.write([("records", b"b", b"x"), ("tokens", b"b", b"y")])
+    with capture_logs() as logs:
+        file.look()
+        file.look()
+    assert [entry["event"] for entry in logs] == ([] if how == "lock file" else ["sessions.file_gone"])
+    assert file.read("tokens", b"b") == (b"b", b"y"), "it goes on in the new one"
+    file.write([("records", b"b", None), ("tokens", b"b", None)])
+    file.close()
+    beside = SessionFile(directory)
+    assert beside.tokens("a") == pack_tokens([1, 2, 3, 4]) and [r.session for r in beside.all()] == ["a"]
+    beside.close()
+    assert {path.name for path in directory.iterdir()} == {"data.mdb", "lock.mdb"}
+
+
+def test_a_table_that_the_disk_refuses_goes_on_and_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TableFile(tmp_path / "sessions")
+    file.write([("tokens", b"a", b"1")])
+    shutil.rmtree(tmp_path / "sessions")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFile, "_copy", refuse)
+        with capture_logs() as logs:
+            file.look()
+    assert [entry["event"] for entry in logs] == ["sessions.file_gone", "sessions.not_rewritten"]
+    file.write([("tokens", b"b", b"2")])
+    file.look()
+    file.close()
+    again = TableFile(tmp_path / "sessions")
+    assert list(again.items("tokens")) == [(b"a", b"1"), (b"b", b"2")]
     again.close()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
 
 from bench.driver import System, alive, wait_for
+from bench.sse import Answer
 from tests.system import harness as h
+from tiers.lock import is_held
+from tiers.offline import keeper_lock
 
 
 @pytest.mark.timeout(200)
@@ -136,3 +140,31 @@ def test_tiny_killed_serve_takes_gateway_and_host_along(tiny: System) -> None:
     tiny.start()
     assert {name: tiny.pid(name) for name in ("e0", "e1")} == before, "a restarted system adopts engines that still run"
     h.assert_whole(tiny.stream(h.CHAT, h.chat(tiny, "Still here?", tokens=8)))
+
+
+def test_tiny_data_directory_deleted_while_it_serves_is_written_anew(tiny: System) -> None:
+    """Then everything is killed: the stream goes on, sessions have their names, and what was stored is found."""
+    idle = {"X-Session-Id": "deleted-idle"}
+    first = tiny.stream(h.CHAT, h.chat(tiny, "Before it was deleted.", tokens=24), headers=idle)
+    body = h.chat(tiny, h.prompts(seed=56, count=1)[0], h.SAMPLED, tokens=500)
+    want = tiny.stream(h.CHAT, body)
+    h.settled(tiny)
+
+    def delete(answer: Answer) -> None:
+        shutil.rmtree(tiny.paths.data_dir, ignore_errors=True)  # files are made in it all the time
+        there = [tiny.paths.journal(answer.stream_id), tiny.paths.sessions / "data.mdb", tiny.paths.store / "data.mdb"]
+        tiny.wait("new files", lambda: all(path.exists() for path in there), 60.0)
+        tiny.wait("their locks", lambda: is_held(tiny.paths.serve_lock) and is_held(keeper_lock(tiny.paths)))
+        tiny.kill_all()
+
+    got = tiny.stream(h.CHAT, body, headers={"X-Session-Id": "deleted-live"}, watch=h.after(20, delete))
+    tiny.start()
+    got = tiny.resume(got)
+    h.assert_same(got, want, "data directory deleted, then everything killed")
+    names = {row["id"] for row in sessions(tiny)}
+    assert {"deleted-idle", "deleted-live"} <= names
+    again = tiny.stream(h.CHAT, h.chat(tiny, "Before it was deleted.", tokens=24), headers=idle)
+    h.assert_same(again, first, "the same request after the data directory was deleted")
+    assert h.cached(again) >= first.usage["prompt_tokens"] - 1, again.concordia
+    whole = tiny.fetch(first.stream_id)
+    h.assert_same(whole, first, "a stream that had ended before")

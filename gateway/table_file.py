@@ -1,0 +1,164 @@
+"""DATA/sessions of a running gateway: two databases of LMDB. The thread `sessions` writes; the event loop reads.
+
+An open file is whole even if it was deleted, so `look` writes it anew then. The same is done with other values in it (`rewrite`): free
+pages of the old file hold what they held until they are used again. A crash leaves the old file or the new one.
+Source: docs/log-format.md, "Stream journals" and "Encryption at rest"
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import structlog
+
+from gateway import metrics
+from tiers.store_file import identity, make_directory, opening, sync_file
+
+log = structlog.get_logger()
+
+DATABASES = ("records", "tokens")
+MAP_BYTES = 1 << 36  # sparse
+GROUP_BYTES = 16 << 20  # of one commit of a copy
+
+Change = tuple[str, bytes, bytes | None]  # database, key, value; None: delete it
+Changed = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
+
+
+def as_they_are(database: str, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """Key and value of a record in the new file."""
+    return key, value
+
+
+class TableFile:
+    """The open file. `read` from any thread; everything else from one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()  # held while the file is switched, and while it is read beside the writer
+        make_directory(directory)
+        shutil.rmtree(directory / "new", ignore_errors=True)  # of a process that was killed in the middle of it
+        with opening(directory, fcntl.LOCK_SH):
+            self._open()
+
+    def _open(self) -> None:
+        self._environment = lmdb.open(str(self._directory), map_size=MAP_BYTES, max_dbs=len(DATABASES), mode=0o600)
+        self._databases = {name: self._environment.open_db(name.encode()) for name in DATABASES}
+        self._files = identity(self._directory)
+
+    def read(self, database: str, *keys: bytes) -> tuple[bytes, bytes] | None:
+        """(key, value) of the first of these keys that is there."""
+        with self._lock, self._environment.begin(db=self._databases[database]) as transaction:
+            found = ((key, transaction.get(key)) for key in keys)
+            return next(((key, bytes(value)) for key, value in found if value is not None), None)
+
+    def items(self, database: str) -> Iterator[tuple[bytes, bytes]]:
+        """All of one database, in one snapshot. Not while another thread may switch the file."""
+        with self._environment.begin(db=self._databases[database]) as transaction:
+            for key, value in transaction.cursor():
+                yield bytes(key), bytes(value)
+
+    def heads(self, database: str, size: int) -> Iterator[tuple[bytes, bytes]]:
+        """As `items`, with the first `size` bytes of each value; the others aren't touched."""
+        with self._environment.begin(db=self._databases[database], buffers=True) as transaction:
+            for key, value in transaction.cursor():
+                yield bytes(key), bytes(value[:size])
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """All of them or none. Raises lmdb.Error."""
+        with self._environment.begin(write=True) as transaction:
+            for database, key, value in changes:
+                _put(transaction, self._databases[database], key, value)
+
+    def look(self) -> None:
+        """Were the files deleted, moved or replaced? Then what is in them is written anew. A refusal is logged, and it is tried again."""
+        found = self._found()
+        if found == self._files:
+            return
+        if found[0] == self._files[0]:
+            self._reopen()  # with a lock file again: a reader without one isn't heard of
+            return
+        metrics.files_deleted.labels("sessions").inc()
+        log.error(
+            "sessions.file_gone", path=str(self._directory), hint="it was deleted or moved, and is written anew: find out who did it"
+        )  # fmt: skip
+        self.rewrite(as_they_are)
+
+    def rewrite(self, changed: Changed) -> bool:
+        """Write everything to a new file, as `changed` has it, and go on with that; False if it couldn't be, which is logged."""
+        draft = self._directory / "new"
+        try:
+            make_directory(self._directory)
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(mode=0o700)
+            self._copy(draft, changed)
+            self._switch(draft)
+        except (OSError, lmdb.Error) as error:
+            log.error("sessions.not_rewritten", path=str(self._directory), error=str(error), hint="free some room")
+            return False
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return True
+
+    def close(self) -> None:
+        """Everything is in the file, or in one that is written anew."""
+        self.look()
+        self._environment.close()
+
+    def _found(self) -> tuple[int, int]:
+        """Inodes of the files that have the names now; of those that are open if nobody can say."""
+        try:
+            return identity(self._directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0, 0
+        except OSError:
+            return self._files
+
+    def _copy(self, draft: Path, changed: Changed) -> None:
+        with lmdb.open(str(draft), map_size=MAP_BYTES, max_dbs=len(DATABASES), mode=0o600, sync=False) as target:
+            for name in DATABASES:
+                database = target.open_db(name.encode())
+                for group in _groups(changed(name, *item) for item in self.items(name)):
+                    with target.begin(write=True) as transaction:
+                        for key, value in group:
+                            transaction.put(key, value, db=database)
+            target.sync(True)
+
+    def _switch(self, draft: Path) -> None:
+        """The old lock file goes first: it says which root of its data file is the newest. Nobody opens the file in between."""
+        with opening(self._directory, fcntl.LOCK_EX):
+            (self._directory / "lock.mdb").unlink(missing_ok=True)
+            os.rename(draft / "data.mdb", self._directory / "data.mdb")
+            sync_file(self._directory)
+            with self._lock:
+                self._environment.close()
+                self._open()
+
+    def _reopen(self) -> None:
+        with opening(self._directory, fcntl.LOCK_EX), self._lock:
+            self._environment.close()
+            self._open()
+
+
+def _put(transaction: Any, database: Any, key: bytes, value: bytes | None) -> None:
+    if value is None:
+        transaction.delete(key, db=database)
+    else:
+        transaction.put(key, value, db=database)
+
+
+def _groups(items: Iterable[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+    group, size = list[tuple[bytes, bytes]](), 0
+    for key, value in items:
+        group.append((key, value))
+        size += len(value)
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
