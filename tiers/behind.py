@@ -86,6 +86,7 @@ class Behind:
         self._error: BaseException | None = None
         self._is_started = self._is_ending = False
         self._began, self._bytes, self._count = 0.0, 0, 0  # of the records since the last `wait`
+        self._was_burst = False  # the last time there were several: there will be again
         self._pace = Pace()
 
     @property
@@ -96,11 +97,12 @@ class Behind:
     def share(self, size: int, prepare: Prepare, publish: Publish, *, at_once: bool = False) -> None:
         """Have a record of `size` bytes prepared, by this thread or the other one, and published after those before it.
 
-        at_once  also if it is alone. Otherwise it then is left for `wait`: to wake the thread would take longer than to do it
+        at_once  wake the thread for the first one since `wait`. Otherwise only if there were several the last time: if it stays the only
+                 one it is done by `wait`, and to wake the thread would take longer
         """
         if len(self._line) >= LINE_LIMIT:
             self._finish()
-        item, is_first = _Item(prepare, publish), not (self._count or at_once)
+        item, is_first = _Item(prepare, publish), not (self._count or at_once or self._was_burst)
         if not self._count:
             self._began = time.perf_counter()
         self._count += 1
@@ -119,6 +121,7 @@ class Behind:
         self._finish()
         if self._count > 1:  # one by itself is nobody's to share
             self._pace.took((time.perf_counter() - self._began) / self._bytes)
+        self._was_burst = self._count > 1
         self._bytes = self._count = 0
         error, self._error = self._error, None
         return error
