@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,18 +32,20 @@ def allocate(file: int, size: int) -> None:
     room = os.fstatvfs(file)
     if room.f_blocks > 0 and room.f_bavail * room.f_frsize < size:
         raise OSError(errno.ENOSPC, f"{size} bytes are wanted, {room.f_bavail * room.f_frsize} are free")
-    if size < LEAST_BYTES:
-        os.posix_fallocate(file, 0, size)
-        return
     os.ftruncate(file, size)
-    map_, shift = aligned(file, size, 0, writable=True)
+    map_, shift = None, 0
+    if size >= LEAST_BYTES:
+        with suppress(OSError):  # address space is scarce
+            map_, shift = aligned(file, size, 0, writable=True)
     try:
         for at in range(0, size, PIECE_BYTES):
             piece = min(PIECE_BYTES, size - at)
             os.posix_fallocate(file, at, piece)
-            _collapse(map_, shift + at, piece)
+            if map_ is not None:
+                _collapse(map_, shift + at, piece)
     finally:
-        map_.close()
+        if map_ is not None:
+            map_.close()
 
 
 def aligned(file: int, size: int, offset: int, *, writable: bool, populate: bool = False) -> tuple[mmap.mmap, int]:

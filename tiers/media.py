@@ -14,7 +14,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +59,13 @@ class Place:
     def memory(self, *, writable: bool) -> tuple[mmap.mmap, memoryview]:
         """Map all of it, shared: a mapping and the bytes in it. A writer's pages are brought in at once (9.5 GB/s instead of 1.6)."""
         with self._opened(writable) as file:
-            if self.is_device or self.size < huge_pages.LEAST_BYTES:
-                flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if writable else 0)
-                map_ = self._map(file, self.size, flags, writable)
-                return map_, memoryview(map_)
-            map_, shift = huge_pages.aligned(file, self.size, self.offset, writable=writable, populate=writable)
-            return map_, memoryview(map_)[shift : shift + self.size]
+            if not self.is_device and self.size >= huge_pages.LEAST_BYTES:
+                with suppress(OSError):  # address space is scarce
+                    map_, shift = huge_pages.aligned(file, self.size, self.offset, writable=writable, populate=writable)
+                    return map_, memoryview(map_)[shift : shift + self.size]
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if writable else 0)
+            map_ = self._map(file, self.size, flags, writable)
+            return map_, memoryview(map_)
 
     def map_head(self, size: int, *, writable: bool) -> mmap.mmap:
         """Map the first `size` bytes, or as many more as the alignment asks for."""

@@ -186,6 +186,19 @@ def test_one_alone_is_done_by_who_waits_for_it() -> None:
     assert set(by) == {threading.current_thread().name}
 
 
+def test_after_a_burst_the_thread_is_woken_for_the_first_record() -> None:
+    behind, by, done = Behind(), list[str](), threading.Event()
+    for _ in range(2):
+        behind.share(1000, int, lambda checksum: None)
+    assert behind.wait() is None
+    behind.share(1000, lambda: (by.append(threading.current_thread().name), done.set(), 7)[-1], lambda checksum: None)
+    assert done.wait(60) and behind.wait() is None
+    assert by == ["lane-behind"]
+    behind.share(1000, lambda: by.append(threading.current_thread().name) or 7, lambda checksum: None)
+    assert len(by) == 1 and behind.wait() is None, "that was no burst"
+    behind.end()
+
+
 def test_more_than_a_few_wait_for_the_thread() -> None:
     """It stands in the first one: what comes after it is prepared, but not published, and past the limit its giver waits."""
     behind, done, in_it, may_go_on = Behind(), list[int](), threading.Event(), threading.Event()
