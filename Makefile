@@ -7,6 +7,9 @@ ARGS  ?=
 CODE  := tiers engine gateway ops bench tests
 UNIT  := $(wildcard tests/tiers tests/gateway tests/engine tests/ops)
 
+# Bytecode is kept, whatever the environment says: every process that is started would compile all of this anew, and the tests too.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Small models in tests: more torch threads only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 

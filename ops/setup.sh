@@ -40,4 +40,5 @@ if ! "$venv/bin/python" -c 'import torch, transformers, lmdb, gateway, tiers, en
     echo "setup: the environment is damaged, perhaps by an interrupted installation: rm -rf $venv, then make setup" >&2
     exit 1
 fi
+"$venv/bin/python" -m compileall -q tiers engine gateway ops bench
 say done "$venv is ready: $venv/bin/concordia --help"
