@@ -162,6 +162,7 @@ class Admission:
             tool_names=tools.names,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             scored=isinstance(request, CompletionRequest) and bool(request.echo) and request.logprobs is not None,
+            silent=schema.only_echoes(request),
             special=request.skip_special_tokens is False,
             stop_shown=bool(request.include_stop_str_in_output),
         )

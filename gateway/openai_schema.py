@@ -281,13 +281,18 @@ def wish_of(request: Request, session_header: str | None, random_seed: int) -> W
         seeded=request.seed is not None,
         stop=_stops(request.stop),
         stop_tokens=list(request.stop_token_ids or []),
-        max_tokens=next((limit for limit in limits if limit is not None), 0),
+        max_tokens=next((max(1, limit) for limit in limits if limit is not None), 0),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         stream=bool(request.stream),
         store=bool(request.store),
         session=session,
         capture=request.capture is not False,
     )
+
+
+def only_echoes(request: _Common) -> bool:
+    """Whether no answer is wanted, only the prompt, as a rule with its log probabilities."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
 def choice_counts(request: Request) -> tuple[int, int]:
@@ -433,7 +438,7 @@ def _check_common(request: Request) -> None:
     _check_range("presence_penalty", request.presence_penalty, -2, 2)
     _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
     _check_range("seed", request.seed, -(1 << 63), (1 << 64) - 1)
-    _check_range("max_tokens", request.max_tokens, 1, INTEGER_LIMIT)
+    _check_range("max_tokens", request.max_tokens, 0 if only_echoes(request) else 1, INTEGER_LIMIT)
     _check_range("repetition_penalty", request.repetition_penalty, 0, 2, above=True)
     _check_range("min_tokens", request.min_tokens, 0, INTEGER_LIMIT)
     _check_counts(request)

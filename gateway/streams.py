@@ -140,6 +140,9 @@ class Stream:
         assert record.position == len(self.tokens), "positions in a journal have no gap"
         tokens = unpack_tokens(record.tokens)
         self.prefill_ms = record.prefill_ms or self.prefill_ms
+        if self.spec.silent:
+            self.finish = "length"
+            return
         for index, token in enumerate(tokens):
             last = index == len(tokens) - 1
             silent = last and record.finish == "stop"  # the stop token has no text

@@ -137,6 +137,24 @@ async def test_echo_has_the_prompts_log_probabilities_whoever_dies(make_world) -
     assert again["choices"] == whole["choices"]
 
 
+async def test_echo_without_an_answer(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    engine = await world.engine("e0")
+    body = completion("Hello", echo=True, logprobs=0, max_tokens=0)
+    _, headers, whole = await world.post("/v1/completions", body)
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -3.0, -4.0]
+    assert whole["usage"]["completion_tokens"] == 0
+    sse = await world.events("POST", "/v1/completions", {**body, "stream": True, "n": 2})
+    assert sse.text == "HelloHello" and [chunk["choices"][0]["index"] for chunk in sse.chunks] == [0, 0, 1, 1]
+    await world.kill_gateway()
+    await engine.kill(tell=False)
+    await world.start_gateway()
+    again = await world.get(f"/v1/streams/{headers['X-Stream-Id']}?format=json")
+    assert again["choices"] == whole["choices"]
+
+
 async def _is_dead(engine: FakeEngine) -> bool:
     return engine.dead
 
