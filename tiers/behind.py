@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 LINE_LIMIT = 8  # records that may wait to be published
 SAMPLES = 3  # bursts of each way whose median is compared: one alone may have been hindered by anything
+CLEARLY = 0.8  # alone is faster if it takes so much of the other way's time: without a free core that takes several times as long
 TRY_FIRST, TRY_LIMIT = (
     4,
     256,
@@ -67,7 +68,7 @@ class Pace:
         shared, alone = (statistics.median(self._taken[way]) if self._taken[way] else 0.0 for way in (False, True))
         if len(self._taken[self.is_alone]) < SAMPLES:
             return
-        if (alone < shared) == self._faster_alone:
+        if (alone < CLEARLY * shared) == self._faster_alone:
             self._tries = min(2 * self._tries, TRY_LIMIT)
         else:
             self._faster_alone, self._tries = not self._faster_alone, TRY_FIRST
