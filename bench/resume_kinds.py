@@ -36,9 +36,8 @@ def main() -> None:
     draw = random.Random(options.seed)
     rows = report.Report("resume_kinds", options.quick)
     repeats, tiny_repeats = (2, 1) if options.quick else (5, 3)
-    gemma = GEMMA_LENGTHS[:1] if options.quick else GEMMA_LENGTHS
-    prompts = {f"gemma3 {report.length_name(n)}": report.random_tokens(draw, n) for n in gemma}
-    engine = {"threads": options.threads, "slots": 2, "context_tokens": max(gemma) + 256}
+    prompts = {f"gemma3 {report.length_name(n)}": report.random_tokens(draw, n) for n in GEMMA_LENGTHS}
+    engine = {"threads": options.threads, "slots": 2, "context_tokens": max(GEMMA_LENGTHS) + 256}
     measure(rows, GEMMA, prompts, engine, repeats)
     with tempfile.TemporaryDirectory(prefix="concordia-kinds-") as directory:
         for kind, architecture in SAMPLE.items():
