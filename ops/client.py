@@ -10,10 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 from ops.config import Config
-from ops.errors import NotRunning, OpsError
+from ops.errors import ConfigError, NotRunning, OpsError, StateRefused
 
 TIMEOUT_S = 10.0
 UNAUTHORIZED = 401
+_EXIT_CODES = {400: ConfigError.exit_code, 409: StateRefused.exit_code}
 
 
 def base_url(config: Config) -> str:
@@ -24,11 +25,12 @@ def base_url(config: Config) -> str:
 
 
 class ApiError(OpsError):
-    """The gateway answered with an error; `status` is its HTTP status."""
+    """The gateway answered with an error; `status` is its HTTP status. Wrong requests and states exit as the command's own do."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+        self.exit_code = _EXIT_CODES.get(status, OpsError.exit_code)
 
 
 class Client:

@@ -16,6 +16,7 @@ from gateway.tenancy import named
 from ops.errors import StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data
+from ops.names import check_spelling
 from ops.show import Bar, console, size, table
 from tiers import keeper_client
 from tiers.compaction import Compaction
@@ -248,9 +249,10 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def run_pin(here: Installation, session: str, as_json: bool, *, namespace: str, pinned: bool) -> None:
-    """Keep a session from being evicted, or let it go. Raises StateRefused, StoreFailed."""
+    """Keep a session from being evicted, or let it go. Raises StateRefused, StoreFailed, click.UsageError (no such name can be)."""
     need_data(here)
     session, namespace = named(session, namespace)
+    check_spelling(session)
     if here.owner:
         keeper_client.pin(here.paths.keeper_socket, namespace, session, pinned=pinned)
     else:

@@ -12,7 +12,7 @@ from ops.errors import OpsError
 from ops.flags import AT_LEAST_0, Command, client_flags, configured, json_flag, print_json
 
 
-@click.command("migrate", cls=Command, exits=(4,))
+@click.command("migrate", cls=Command, exits=(4, 5))
 @click.argument("session")
 @click.argument("engine")
 @click.option(
@@ -48,7 +48,7 @@ def migrate(config: Config, session: str, engine: str, timeout_s: float, url: st
         raise OpsError(f"not moved: {answer['outcome']}")
 
 
-@click.command("drain", cls=Command, exits=(4,))
+@click.command("drain", cls=Command, exits=(4, 5))
 @click.argument("engine")
 @click.option("--undo", is_flag=True, help="Let it take streams again.")
 @click.option(
@@ -80,7 +80,7 @@ def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | 
         raise OpsError(f"{answer['left']} streams stay on {engine}: {answer['reason']}")
 
 
-@click.command("upgrade", cls=Command, exits=(4,))
+@click.command("upgrade", cls=Command, exits=(4, 5))
 @click.option(
     "--timeout",
     "timeout_s",

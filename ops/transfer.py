@@ -15,13 +15,13 @@ import click
 import msgspec
 import numpy as np
 
-from gateway.errors import ApiError as Refusal
 from gateway.sessions import SessionRecord
-from gateway.tenancy import OPERATOR, named
+from gateway.tenancy import named
 from ops.client import ApiError
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, need_data, session_file
+from ops.names import check_spelling
 from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, OtherFormat, TierError
@@ -40,6 +40,8 @@ from tiers.keeper_operations import Operations
 from tiers.keys import Locked
 from tiers.offline import offline_drain, recover, waiting
 from tiers.view import StoreReader
+
+_NAME_IT = "Name it by --as, its tenant by --namespace"
 
 # ---------------------------------------------------------------- export
 
@@ -125,11 +127,11 @@ def run_import(
     Raises click.UsageError (no session can have that name), BadData (damaged), ModelError (another model), StateRefused (the name is taken)
     """
     if name:
-        _check_spelling(named(name, namespace)[0])
+        check_spelling(named(name, namespace)[0], _NAME_IT)
     opened = _checked(source, as_json, keys)
     m = opened.manifest
     session, namespace = named(name or m.session, namespace, m.namespace)
-    _check_spelling(session)
+    check_spelling(session, _NAME_IT)
     note = _check_model(here, opened, any_model)
     _check_name(here, session, replace)
     row = {
@@ -193,15 +195,6 @@ def _stored_roots(here: Installation) -> set[str]:
             return {key.hex() for key, _ in view.scan("roots")}
     finally:
         store.close()
-
-
-def _check_spelling(session: str) -> None:
-    """Raise click.UsageError if no request could name such a session."""
-    try:
-        OPERATOR.session(session)
-    except Refusal as error:
-        said = f"no session can be called {session!r}: {error.message}. Name it by --as, its tenant by --namespace"
-        raise click.UsageError(said) from error
 
 
 def _check_name(here: Installation, session: str, replace: bool) -> None:

@@ -212,6 +212,14 @@ def test_what_the_gateway_says_is_passed_on(url: str) -> None:
     assert result.stderr == "concordia: no such session\n"
 
 
+@pytest.mark.parametrize(("status", "code"), [(409, 5), (400, 2), (404, 1)])
+def test_what_the_gateway_refuses_has_its_exit_code(
+    url: str, monkeypatch: pytest.MonkeyPatch, status: int, code: int
+) -> None:
+    monkeypatch.setitem(Gateway.statuses, "/v1/sessions/busy/park", status)
+    assert concordia("sessions", "park", "busy", "--url", url).exit_code == code
+
+
 def test_status_shows_what_the_gateway_says(url: str, tmp_path: Path) -> None:
     result = concordia("status", "--json", "--url", url, "--data-dir", str(tmp_path))
     shown = json.loads(result.stdout)

@@ -97,6 +97,7 @@ def test_pin_and_unpin(place: Place, served: Callable[[], None]) -> None:
     assert place.json("sessions", "show", "chat")["pinned"]
     assert [row["pinned"] for row in place.json("sessions", "ls")["data"]] == [True]
     assert "pinned" in place.run("stats").stdout
+    assert place.run("sessions", "pin", "no such name!").exit_code == 2
     place.json("sessions", "unpin", "chat")
     assert not place.json("stats")["sessions"][0]["pinned"]
 
