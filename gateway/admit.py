@@ -121,8 +121,17 @@ class Admission:
         first = self._spec(request, wish, ToolPlan(), prompts[0])
         ends = [self._max_position(len(prompt), wish, "prompt") for prompt in prompts]
         return [
-            msgspec.structs.replace(first, prompt=pack_tokens(prompt), max_position=end)
-            for prompt, end in zip(prompts, ends, strict=True)
+            msgspec.structs.replace(first, prompt=pack_tokens(tokens), max_position=end, echoed=echoed)
+            for tokens, end, echoed in zip(prompts, ends, self._echoed(request, prompts), strict=True)
+        ]
+
+    def _echoed(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+        """Each prompt as it was sent; of token ids their text, special tokens shown. "" if it is no part of the answer."""
+        if not request.echo:
+            return [""] * len(prompts)
+        return [
+            sent if isinstance(sent, str) else self._codec.decode(tokens, special=True)
+            for sent, tokens in zip(schema.prompts_of(request), prompts, strict=True)
         ]
 
     def _spec(self, request: Request, wish: Wish, tools: ToolPlan, prompt: list[int]) -> StreamSpec:

@@ -33,6 +33,10 @@ log = structlog.get_logger()
 
 SETTLE_S = 0.25  # after the host agent answered: engines that are up have been named by then
 DRAIN_LIMIT_S = 60.0  # an engine that drains ends by itself long before
+# What a stream fails with, by the code of its refusal; others are bugs, 500.
+STATUS_OF_CODE = {
+    "too_long": 400, "bad_token": 400, "bad_grammar": 400, "bad_adapter": 400, "cancelled": 410, "no_engine": 503,
+}  # fmt: skip
 
 
 class Dispatcher:
@@ -84,10 +88,12 @@ class Dispatcher:
             self._send(stream, engine, m.pack_tokens(stream.tokens))
 
     def cancel(self, stream: Stream, cause: str) -> None:
-        """End a stream between steps; what was delivered stays."""
+        """End a stream between steps; what was delivered stays. One whose prompt isn't scored yet fails: it has no answer to cut short."""
         if stream.end is None:
             self._cancel_at_engine(stream, -1)
-            self._end(stream, "stop", cause)
+            said = "the request was ended before its prompt's log probabilities were computed; send it again"
+            refused = m.Refused(stream.id, stream.epoch, "cancelled", said) if stream.lacks_scores else None
+            self._end(stream, "stop", cause, refused)
 
     def waiting_count(self) -> int:
         """Live streams that no engine has started."""
@@ -609,9 +615,7 @@ class Dispatcher:
             return
         end = j.End(finish_reason, cause, time.time())
         if refused is not None:
-            status = {"too_long": 400, "bad_token": 400, "bad_grammar": 400, "bad_adapter": 400, "no_engine": 503}.get(
-                refused.code, 500
-            )
+            status = STATUS_OF_CODE.get(refused.code, 500)
             end = j.End(finish_reason, cause, time.time(), status, refused.code, refused.message)
         self._stop_waiting(stream)
         engine = self.engines.get(stream.engine)

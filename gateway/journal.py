@@ -51,6 +51,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_form   how calls are written in the answer, "" if it isn't searched for any; tool_names: the tools on offer
     adapter     digest of the adapter that computes it, "" for the model alone
     echo        its text begins with the prompt's; scored: log probabilities of the prompt's tokens are part of the answer
+    echoed      the prompt's text; "" in journals that don't have it, then it is that of its tokens
     silent      the prompt is the whole answer: the token that is drawn behind it is dropped
     special     special tokens are part of its text; stop_shown: a stop string too
     group       id under which its request's choices are answered together, "" if it is the only one; choice: its index
@@ -82,6 +83,7 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_shown: bool = False
     scored: bool = False
     silent: bool = False
+    echoed: str = ""
 
 
 class Placed(msgspec.Struct, frozen=True):

@@ -374,12 +374,19 @@ def decode_object(body: bytes, form: type) -> Any:
         raise bad_request(error.message, error.param, "invalid_body") from error
 
 
+# Halves of a character beyond U+FFFF, as JSON's escapes spell it; a whole pair is one character once it is read.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def _malformed(body: bytes, cause: str) -> ApiError:
     """Line and column of what isn't JSON."""
     if not body.strip():
         return bad_request("the body is empty; send a JSON object", code="invalid_json")
     try:
-        json.loads(body)
+        half = _SURROGATE.search(json.dumps(json.loads(body), ensure_ascii=False))
+        if half is not None:
+            said = f"the body holds \\u{ord(half[0]):04x}, half of a surrogate pair, which is no text"
+            return bad_request(f"{said}; send the whole character, or leave it out")
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         return bad_request(f"the body is not valid JSON: {error.msg} at {where}", code="invalid_json")

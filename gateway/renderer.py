@@ -40,6 +40,7 @@ class Renderer:
         self._stops = stops
         self._stop_shown = stop_shown
         self._held = ""  # may be the beginning of a stop string
+        self.char_count = 0  # of all whole text so far, held or not, and whatever a stop string cut off
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -62,6 +63,7 @@ class Renderer:
     def _take(self, text: str) -> str:
         """New part of the window's text; the window moves on."""
         new = text[len(self._context_text) :]
+        self.char_count += len(new)
         group_text = self._decode(self._group)
         if group_text:
             self._context, self._context_text = self._group, group_text
@@ -94,10 +96,19 @@ class Renderer:
         return 0
 
 
-def text_offsets(codec: TextCodec, tokens: list[int], *, special: bool = False) -> list[int]:
-    """By token, how many characters of the text of `tokens` come before what it makes certain."""
-    renderer, count, offsets = Renderer(codec, [], [], special=special), 0, []
+def text_offsets(codec: TextCodec, tokens: list[int], text: str) -> list[int]:
+    """By token, where in `text`, which became these tokens, its own text begins. One that the tokenizer added has none there."""
+    renderer, at, offsets = Renderer(codec, [], [], special=True), 0, []
     for token in tokens:
-        offsets.append(count)
-        count += len(renderer.push(token))
+        offsets.append(at)
+        piece = renderer.push(token)
+        at = min(len(text), at + _length_at(codec, token, piece, text, at))
     return offsets
+
+
+def _length_at(codec: TextCodec, token: int, piece: str, text: str, at: int) -> int:
+    """How much of `text` from `at` on a piece stands for, which the tokenizer may have written in another way."""
+    for spelling in (piece, piece.lstrip(" ")):  # some put a space before a text
+        if spelling and text.startswith(spelling, at):
+            return len(spelling)
+    return len(piece) if codec.decode([token]) else 0

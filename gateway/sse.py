@@ -72,7 +72,8 @@ class EventForm:
     def _opening(self, stream: Stream) -> bytes:
         index = stream.spec.choice
         if stream.spec.kind == "text":
-            text, logprobs = _encode(stream.echoed), _encode(self._of_prompt(stream) if stream.spec.scored else None)
+            told = stream.spec.scored and not stream.lacks_scores
+            text, logprobs = _encode(stream.echoed), _encode(self._of_prompt(stream) if told else None)
             return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}' % (index, text, logprobs)
         return b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
 
@@ -114,7 +115,8 @@ class EventForm:
     def choice(self, stream: Stream, index: int, *, logprobs: bool = True) -> dict[str, Any]:
         """One choice of a whole answer."""
         reason = finish_reason(stream) if stream.end and not stream.failed else None
-        wanted = logprobs and stream.spec.sampling.logprobs >= 0
+        missing = stream.end is not None and stream.lacks_scores  # nor will they come: no list of nulls for an answer
+        wanted = logprobs and stream.spec.sampling.logprobs >= 0 and not missing
         rows = self.logprobs(stream, 0, stream.token_count) if wanted else None
         if rows and stream.spec.scored:
             rows = {name: values + rows[name] for name, values in self._of_prompt(stream).items()}

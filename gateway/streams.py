@@ -72,7 +72,7 @@ class Stream:
         self.tokens = unpack_tokens(spec.prompt)  # prompt, then every delivered token
         self.prompt_count = len(self.tokens)
         self.deltas: list[str] = []
-        self.offsets: list[int] = []  # characters before each delta; kept for log probabilities only
+        self.offsets: list[int] = []  # where each token's text begins in the answer's; kept for log probabilities only
         self.logprobs: list[TokenLogprobs | None] = []
         self.scored: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.epoch = 0
@@ -87,11 +87,10 @@ class Stream:
         self.calls: dict[
             int, list[CallDelta]
         ] = {}  # token of the answer (-1: the end) -> what it made known of tool calls
-        self.echoed = codec.decode(self.tokens, special=spec.special) if spec.echo else ""
-        self.prompt_offsets = text_offsets(codec, self.tokens, special=spec.special) if spec.scored else []
+        self.echoed = spec.echoed or (codec.decode(self.tokens, special=spec.special) if spec.echo else "")
+        self.prompt_offsets = text_offsets(codec, self.tokens, self.echoed) if spec.scored else []
         self._renderer = Renderer(codec, self.tokens, spec.stop, special=spec.special, stop_shown=spec.stop_shown)
         self._tools = ToolParser(spec.tool_form, spec.tool_names, spec.stream) if spec.tool_form else None
-        self._text_count = 0
         # Below: of this process only, not in the journal.
         self.readers: set[Reader] = set()
         self.ended = asyncio.Event()
@@ -146,9 +145,10 @@ class Stream:
         for index, token in enumerate(tokens):
             last = index == len(tokens) - 1
             silent = last and record.finish == "stop"  # the stop token has no text
-            self._apply_token(token, "" if silent else self._renderer.push(token))
             if self.spec.sampling.logprobs >= 0:
+                self.offsets.append(self._renderer.char_count)
                 self.logprobs.append(record.logprobs[index] if record.logprobs else None)
+            self._apply_token(token, "" if silent else self._renderer.push(token))
             if self._renderer.stopped:
                 self.finish = "stop"
                 return  # tokens after the one that completed a stop string are no part of the truth
@@ -171,9 +171,6 @@ class Stream:
             if said.calls:
                 self.calls[len(self.deltas)] = said.calls
         self.deltas.append(delta)
-        if self.spec.sampling.logprobs >= 0:
-            self.offsets.append(self._text_count)
-            self._text_count += len(delta)
 
     # ------------------------------------------------------------ views
 
@@ -209,6 +206,11 @@ class Stream:
         if self.end is None:
             return "waiting" if self.started is None else "live"
         return "failed" if self.failed else "finished"
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Log probabilities of its prompt are wanted and not all known yet."""
+        return self.spec.scored and len(self.scored) < self.prompt_count - 1
 
     @property
     def stored(self) -> bool:

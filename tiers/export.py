@@ -352,8 +352,16 @@ def _begin(file: BinaryIO, path: str, keys: ExportKeys | None) -> FileSealer | N
         header = read_header(file, path)
         return keys.opener(header, path) if keys is not None else None
     if magic != MAGIC:
-        raise OtherFormat("not an exported session of this version", where=path)
+        raise _no_export(magic, path)
     return None
+
+
+def _no_export(magic: bytes, path: str) -> OtherFormat:
+    """What a file with another magic word is."""
+    if magic[:-1] == MAGIC[:-1]:
+        return OtherFormat("an exported session of another version", where=path)
+    what = "not an exported session" if magic else "an empty file, not an exported session"
+    return OtherFormat(what, where=path, hint="Name a file that `concordia export` wrote")
 
 
 def is_sealed_file(path: Path) -> bool:

@@ -189,6 +189,8 @@ def test_malformed_json_says_where() -> None:
     assert "empty" in refusal(b"").message
     assert "UTF-8" in refusal(b'{"model": "\xff"}').message
     assert "the body: expected object" in refusal(b"[]").message
+    half = refusal(b'{"model": "x", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\uD800"}]}')
+    assert (half.code, "\\ud800, half of a surrogate pair" in half.message) == ("invalid_value", True)
     refusal(b"[" * 100_000)
     assert refusal({}).param in ("model", "messages")
 

@@ -155,6 +155,32 @@ async def test_echo_without_an_answer(make_world) -> None:  # type: ignore[no-un
     assert again["choices"] == whole["choices"]
 
 
+async def test_a_score_that_is_cancelled_is_no_answer(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    await world.engine("e0", budget=0)
+
+    async def live() -> Any:
+        return (await world.get("/v1/streams"))["data"]
+
+    body = completion("Hello", echo=True, logprobs=0)
+    for asked in (
+        world.post("/v1/completions", body),
+        world.events("POST", "/v1/completions", {**body, "stream": True}),
+    ):
+        task = asyncio.create_task(asked)
+        stream_id = (await world.until(live))[0]["id"]
+        async with world.http.delete(f"/v1/streams/{stream_id}") as response:
+            assert (await response.json())["cancelled"] is True
+        told = await task
+        if isinstance(told, tuple):
+            assert (told[0], told[2]["error"]["code"]) == (410, "cancelled")
+        else:
+            assert told.errors[0]["code"] == "cancelled" and told.chunks[0]["choices"][0]["logprobs"] is None
+        view = await world.get(f"/v1/streams/{stream_id}?format=json")
+        assert (view["stream"]["state"], view["concordia"]["end"]) == ("failed", "cancelled")
+        assert view["choices"][0]["logprobs"] is None
+
+
 async def _is_dead(engine: FakeEngine) -> bool:
     return engine.dead
 
@@ -195,8 +221,22 @@ async def test_special_tokens_are_shown_on_request(make_world) -> None:  # type:
     await world.engine("e0", script=b"ab")
     _, _, plain = await world.post("/v1/completions", completion([0, 69, 70], echo=True))
     _, _, shown = await world.post("/v1/completions", completion([0, 69, 70], echo=True, skip_special_tokens=False))
-    assert plain["choices"][0]["text"] == "ABab"
-    assert shown["choices"][0]["text"] == "<s>ABab"
+    assert plain["choices"][0]["text"] == shown["choices"][0]["text"] == "<s>ABab", "a prompt is echoed as it was sent"
+    _, _, sent = await world.post("/v1/completions", completion("A<s>B</s>", echo=True, logprobs=0))
+    choice = sent["choices"][0]
+    assert choice["text"] == "A<s>B</s>ab" and choice["logprobs"]["text_offset"] == [0, 1, 4, 5, 9, 10, 11]
+
+
+async def test_offsets_are_those_of_the_text_however_it_was_delivered(make_world) -> None:  # type: ignore[no-untyped-def]
+    world: World = await make_world()
+    await world.engine("e0", script="one, twö".encode())
+    body = completion("x", stop=["e, x"], max_tokens=9, logprobs=0, echo=True)
+    _, _, whole = await world.post("/v1/completions", body)
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("xone, twö", [*range(9), 8])
+    sse = await world.events("POST", "/v1/completions", {**body, "stream": True})
+    rows = [chunk["choices"][0]["logprobs"] for chunk in sse.chunks]
+    assert sum((row["text_offset"] for row in rows if row), []) == choice["logprobs"]["text_offset"]
 
 
 async def test_several_prompts_are_answered_as_each_would_be_alone(world: World) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.renderer import Renderer
+from gateway.renderer import Renderer, text_offsets
 from gateway.tokenizer import TokenIdText
 from tests.gateway.conftest import byte_tokenizer
 
@@ -21,8 +21,8 @@ class Bytes:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         return [4 + byte for byte in text.encode()]
 
-    def decode(self, tokens: list[int]) -> str:
-        return _TOKENIZER.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], *, special: bool = False) -> str:
+        return _TOKENIZER.decode(tokens, skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
         return self.decode([token])
@@ -116,3 +116,12 @@ def test_special_tokens_have_no_text() -> None:
 def test_token_id_text_is_ids() -> None:
     renderer = Renderer(TokenIdText(), [1, 2], [" 9"])
     assert [renderer.push(token) for token in (17, 203, 5)] == [" 17", " 203", " 5"]
+
+
+def test_offsets_of_a_prompt_pass_over_what_the_tokenizer_added() -> None:
+    sent = [0, *ids("a"), 0, *ids("é!")]
+    assert text_offsets(Bytes(), sent, "a<s>é!") == [0, 0, 1, 4, 4, 5], (
+        "its own beginning, and not the one that was sent"
+    )
+    assert text_offsets(Bytes(), sent, "<s>a<s>é!") == [0, 3, 4, 7, 7, 8]
+    assert text_offsets(TokenIdText(), [17, 203, 5], "17 203 5") == [0, 2, 6]

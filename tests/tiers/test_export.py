@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, sequence, some_tokens, state
 from tiers import export
+from tiers.errors import OtherFormat
 from tiers.lane_format import PointKind
 from tiers.layout import ALL_GROUPS, block_chain, point_id
 from tiers.offline import offline_drain
@@ -96,6 +97,20 @@ def test_an_import_never_thins_out_what_is_there_but_fills_it_up(stored: World, 
     assert thin != ALL_GROUPS
     take(stored, tmp_path / "full")
     assert groups_of(stored, CHAIN[1]) == ALL_GROUPS
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "an empty file, .* Name a file"),
+        (b"localhost\n", "not an exported session at .* Name a file"),
+        (b"CONCEXP9", "of another version .* the version that wrote"),
+    ],
+)
+def test_what_is_no_export_is_called_so(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(OtherFormat, match=said):
+        export.check_exported(tmp_path / "f")
 
 
 def groups_of(world: World, block: bytes) -> int:
