@@ -3,7 +3,7 @@
 Question  Pages that a step changed against all pages of the job; time to capture a step against copying everything; and whether a
           run that is killed and resumed ends bit-equal to one that is not.
 Regime    Demo model, ADAPTERS LoRAs of rank 8 on q_proj and v_proj (made by peft), AdamW, one sequence of 32 tokens a step, which trains
-          one of the adapters in turn; one process. Each step is captured by engine/opaque.py into a file on the disk that holds
+          one of the adapters in turn; one process. Each step is captured by engine/regions.py into a file on the disk that holds
           this checkout (page cache, no fsync). Frozen base weights are constant, so never scanned. The killed run gets SIGKILL in a step.
 Baseline  all pages: base weights, adapters and optimiser state. Time: the same bytes written to a file in one go, in the same
           process. `own pages`, `own time`: adapters and optimiser state alone.
@@ -114,7 +114,7 @@ def train(options: argparse.Namespace) -> None:
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    from engine.opaque import OpaqueLog
+    from engine.regions import OpaqueLog
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -188,7 +188,7 @@ class Job:
 
 def whole_copy(directory: Path, base: list[Any], own: list[Any]) -> dict[str, float]:
     """Pages and time of copying everything, and of copying what is trained; the median of three."""
-    from engine.opaque import PAGE_BYTES
+    from engine.regions import PAGE_BYTES
 
     sizes = {"all": [*base, *own], "own": own}
     times = {key: report.median([timed_copy(directory, tensors) for _ in range(3)]) for key, tensors in sizes.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.errors import OtherState
-from engine.opaque import OpaqueLog
+from engine.regions import OpaqueLog
 
 FLOATS = 10_000  # 40,000 bytes: ten pages, the last one not full
 
