@@ -38,10 +38,14 @@ async def health(request: web.Request) -> web.Response:
     """200 when a request sent now would be served, else 503 with the reason."""
     gateway, caller = request.app[GATEWAY], request[CALLER]
     ready = [engine.name for engine in gateway.dispatcher.placeable()]
-    status = "draining" if gateway.draining else "ok" if ready else "no engine can serve yet"
+    drained = sorted(engine.name for engine in gateway.dispatcher.engines.values() if engine.ready and engine.draining)
+    reason = "all engines that are up are drained" if drained else "no engine can serve yet"
+    status = "draining" if gateway.draining else "ok" if ready else reason
     body = {
         "status": status,
         "engines_ready": ready,
+        "engines_drained": drained,
+        "hint": f"`concordia drain {drained[0]} --undo` lets it take streams again" if drained and not ready else None,
         "host_agent": gateway.host.connected,
         "live_streams": sum(caller.owns(stream.spec.namespace) for stream in gateway.table.live.values()),
         "degraded": [row for row in gateway.durability.rows() if not row["tenant"] or caller.owns(row["tenant"])],

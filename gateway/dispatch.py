@@ -210,6 +210,8 @@ class Dispatcher:
         now = self.now()
         self._stop_waiting(stream)
         stream.resumed = False
+        if stream.epoch == 0:
+            stream.waited_ms = (time.monotonic() - stream.opened_at) * 1000
         stream.record(j.Placed(stream.epoch + 1, engine.name, engine.incarnation))
         if stream.recovery is not None:
             stream.recovery = stream.recovery.submit(engine.name, now)
@@ -475,7 +477,7 @@ class Dispatcher:
                     message.reused,
                     message.recomputed,
                     message.prefill_start,
-                    round(message.wait_ms, 3),
+                    round(stream.waited_ms + message.wait_ms, 3),
                     round(message.restore_ms, 3),
                 )  # fmt: skip
             )

@@ -175,30 +175,41 @@ class Moves:
     async def drain(self, engine: Engine, why: str, timeout_s: float) -> dict[str, Any]:
         """Take every stream of an engine elsewhere; nothing new is placed on it. What can't move stays there, and is told.
 
-        It ends early when somebody lets the engine take streams again.
+        It ends early when somebody lets the engine take streams again. `moved` and `left` together are the streams that were there,
+        but for those that ended meanwhile or were recovered from a death.
         """
         self._dispatcher.set_draining(engine, True)
         deadline = self._dispatcher.now() + timeout_s
         last, tracked = "", dict[int, Move]()
-        while engine.ready and engine.draining and engine.streams and self._dispatcher.now() < deadline:
-            begun = [move for stream in list(engine.streams.values()) if (move := self._drain_one(stream, why))]
+        while self._dispatcher.now() < deadline:
+            there = list(engine.streams.values()) if engine.ready and engine.draining else []
+            leaving = self._leaving(engine)
+            if not there and not leaving:
+                break
+            begun = [*leaving, *(move for stream in there if (move := self._drain_one(stream, why)))]
             tracked.update((id(move), move) for move in begun)
             if not begun:
                 last = "no other engine has room"
                 await asyncio.sleep(LOOK_INTERVAL_S)
                 continue
             rest_s = deadline - self._dispatcher.now()
+            if leaving:  # its target may compute for long; there may be room for others before
+                rest_s = min(rest_s, LOOK_INTERVAL_S)
             await asyncio.wait([move.done for move in begun], timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
             finished = [move for move in begun if move.done.done()]
             last = next((move.outcome for move in finished if move.outcome != "moved"), last)
             if not any(move.outcome == "moved" for move in finished):
                 await asyncio.sleep(LOOK_INTERVAL_S)
-        moved = sum(move.outcome == "moved" for move in tracked.values())
+        moved = sum(move.outcome == "moved" or move.phase == "resuming" for move in tracked.values())
         left = len(engine.streams) if engine.ready else 0
         if left and not engine.draining:
             last = "it may take streams again"
         log.info("drain.over", engine=engine.name, why=why, moved=moved, left=left)
         return {"engine": engine.name, "moved": moved, "left": left, "reason": last if left else None}
+
+    def _leaving(self, engine: Engine) -> list[Move]:
+        """Moves whose stream the engine has let go and whose target has not answered yet: it may come back."""
+        return [move for move in self.moves.values() if move.source == engine.name and move.phase == "resuming"]
 
     def _drain_one(self, stream: Stream, why: str) -> Move | None:
         running = self.moves.get(stream.id)

@@ -100,6 +100,7 @@ class Stream:
         self.captured = 0
         self.opened_at = time.monotonic()
         self.first_token_at = 0.0
+        self.waited_ms = 0.0  # before it was given to an engine the first time
         self.prefill_ms = 0.0
         self.recovery: Any = None  # failover.Recovering, while the engine is lost and no token has come since
         self.timer: asyncio.TimerHandle | None = None

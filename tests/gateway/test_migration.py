@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -232,6 +233,50 @@ async def test_drain_that_is_undone_leaves_the_rest_where_it_is(make_world) -> N
     assert (body["moved"], body["left"]) == (0, 0), body
     assert got.finish_reason == "length"
     assert len(source.submits) == 1
+
+
+async def test_drain_waits_for_the_answer_of_the_last_target(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    target.allow(0)
+    source.allow(2)
+    tasks = [asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=n + 1))) for n in range(3)]
+    await world.until(lambda: submitted(source, 3))
+    drain = asyncio.create_task(world.post("/admin/engines/e0/drain", {}))
+    await world.until(lambda: submitted(target, 3))
+    _, _, early = await world.post("/admin/engines/e0/drain", {"timeout_s": 0.1})
+    assert (early["moved"], early["left"]) == (3, 0), "the engine has let go of them"
+    assert not drain.done(), "a target may still refuse"
+    target.allow(None)
+    _, _, body = await drain
+    assert (body["moved"], body["left"], body["reason"]) == (3, 0, None)
+    for task in tasks:
+        assert (await task).ids == list(range(15))
+
+
+async def test_all_drained_is_said_and_the_wait_is_counted(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    await world.engine("e0")
+    await world.post("/admin/engines/e0/drain", {})
+    async with world.http.get("/health") as response:
+        health = await response.json()
+    assert (response.status, health["status"]) == (503, "all engines that are up are drained")
+    assert health["engines_drained"] == ["e0"]
+    assert "concordia drain e0 --undo" in health["hint"]
+    task = asyncio.create_task(world.post("/v1/chat/completions", chat(stream=False)))
+    await world.until(lambda: waiting(world))
+    began = time.monotonic()
+    await asyncio.sleep(0.05)
+    at_least_ms = (time.monotonic() - began) * 1000
+    async with world.http.delete("/admin/engines/e0/drain"):
+        pass
+    _, _, body = await task
+    assert body["concordia"]["timing"]["wait_ms"] > at_least_ms
+    health = await world.get("/health")
+    assert (health["status"], health["engines_drained"], health["hint"]) == ("ok", [], None)
+
+
+async def waiting(world: World) -> bool:
+    return bool((await world.get("/health"))["live_streams"])
 
 
 async def submitted(engine: FakeEngine, count: int) -> bool:

@@ -95,7 +95,9 @@ async def test_timing_tells_of_the_first_start_though_everything_was_killed_in_i
     second.allow(None)
     got = await world.events("GET", f"/v1/streams/{stream}")
     assert got.finish_reason == "length"
-    assert got.concordia["timing"] == {"wait_ms": 11.0, "restore_ms": 22.0, "prefill_ms": 0.0}
+    timing = got.concordia["timing"]
+    assert timing["wait_ms"] >= 11.0, "the engine's, and how long it waited at the gateway"
+    assert (timing["restore_ms"], timing["prefill_ms"]) == (22.0, 0.0)
     assert got.concordia["recoveries"] == [], "no gateway was there to see it"
 
 
