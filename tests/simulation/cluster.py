@@ -344,8 +344,8 @@ class Gateway:
         for stream in self.table.live.values():
             if stream.timer is not None:
                 stream.timer.cancel()
-            assert stream.journal is not None
-            stream.journal.release()
+        for journal in self.table._journals():
+            journal.release()
         await self.tasks.close()
 
 
@@ -507,4 +507,6 @@ class Cluster:
                 assert sorted(fake.follows) == thought, f"{fake.name} follows {list(fake.follows)}, thought {thought}"
         for client in self.clients.values():
             assert client._stream is not None
-            assert client._stream.journal is None or client._stream.journal._fd is None, "a journal is left open"
+            assert client._stream.journal is None or j.is_closed(client._stream.journal.path), (
+                "a journal isn't finished"
+            )

@@ -244,7 +244,8 @@ async def drain(cluster: Cluster) -> None:
     engine = gateway.dispatcher.engines.get(name)
     if engine is not None and engine.ready and gateway.alive:
         await gateway.dispatcher.moves.drain(engine, "simulated", 1.0)
-        gateway.dispatcher.set_draining(engine, False)
+        if gateway.alive:  # a dead one would go on writing
+            gateway.dispatcher.set_draining(engine, False)
 
 
 async def refuse_follows(cluster: Cluster) -> None:
