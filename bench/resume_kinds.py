@@ -2,9 +2,9 @@
 
 Question  Time to first token of the next turn, after every process was killed and started again.
 Regime    Gemma 3 270M (windows of 512 tokens in 15 of 18 layers) at 4k and 8k, and a tiny model of each kind at 1k (tests/engine/kinds.py:
-          random weights, so these say what the system costs, not the model). One engine; the turn is the session's token
-          list plus NEXT_TURN_TOKENS new ones, as token ids. The session was compacted before, as the keeper does with those that
-          nobody used for tiers.compact_after_s. Client's clock.
+          random weights, so these say what the system costs, not the model; three of them in a quick run). One engine; the turn is
+          the session's token list plus NEXT_TURN_TOKENS new ones, as token ids. The session was compacted before, as the keeper does
+          with those that nobody used for tiers.compact_after_s. Client's clock.
 Baseline  The same request at the same engine while its store is empty, which computes all of it and keeps nothing.
 Unit      ms; ratio is recompute / resume. Wanted: at least 100 for `gemma3 4k` and `gemma3 8k`. (llama-server restores such a session in 12
           to 25 ms and then computes all of it again: ratio 1.)
@@ -28,6 +28,7 @@ GEMMA = "gemma3-270m"
 GEMMA_LENGTHS = (4096, 8192)
 TINY_LENGTH = 1024
 NEXT_TURN_TOKENS = 8
+QUICK_KINDS = ("window", "linear", "recurrent")
 WANTED = {"gemma3 4k": ">= 100", "gemma3 8k": ">= 100"}
 
 
@@ -40,7 +41,8 @@ def main() -> None:
     engine = {"threads": options.threads, "slots": 2, "context_tokens": max(GEMMA_LENGTHS) + 256}
     measure(rows, GEMMA, prompts, engine, repeats)
     with tempfile.TemporaryDirectory(prefix="concordia-kinds-") as directory:
-        for kind, architecture in SAMPLE.items():
+        for kind in QUICK_KINDS if options.quick else SAMPLE:
+            architecture = SAMPLE[kind]
             tokens = [draw.randrange(3, 512) for _ in range(TINY_LENGTH)]
             model = build_kind(architecture, Path(directory))
             engine = {"threads": options.threads, "context_tokens": 2 * TINY_LENGTH}
