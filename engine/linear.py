@@ -26,11 +26,8 @@ log = structlog.get_logger()
 _BATCH_HINT = 8  # packed for 8 rows, the product of 1 to 256 rows is as fast as packed for that count, within noise
 _FEW_ROWS = 16  # up to so many, reading the weights is what takes time: half the bytes are faster
 _MANY_ROWS = 32
-_PIECES = (
-    240,
-    96,
-    48,
-)  # rows of a large step that are computed together, if they have the bits that they have among few
+# Rows of a large step that are computed together, if they have the bits that they have among few.
+_PIECES = (240, 96, 48)
 _OUTS_AT_ONCE = (
     8192  # of weights that are packed as float16: 262,144 x 640 take 1.2 s instead of 3.4, the product as long
 )

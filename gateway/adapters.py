@@ -29,9 +29,8 @@ class AdapterTable:
         self._directory = directory
         self._index = directory / "index.json"
         self.names: dict[str, str] = {}
-        self._held: dict[
-            str, list[BinaryIO]
-        ] = {}  # open files of each digest: whole as long as they are, even if deleted
+        # Open files of each digest: whole as long as they are, even if deleted.
+        self._held: dict[str, list[BinaryIO]] = {}
         if self._index.exists():
             self.names = msgspec.json.decode(self._index.read_bytes(), type=dict[str, str])
         for path in directory.glob("[!.]*") if directory.exists() else ():

@@ -21,7 +21,7 @@ import structlog
 from gateway import journal as j
 from gateway.sealing import Seal, Sealing
 from gateway.sse import EventForm
-from gateway.streams import Reader, Stream, StreamTable, write_anew_if_lost
+from gateway.streams import Reader, Stream, StreamTable, seal_late, write_anew_if_lost
 from gateway.tenancy import own_name
 from tiers.keys import Locked
 
@@ -205,7 +205,7 @@ class GroupTable:
     def load(self) -> None:
         """Groups of an earlier process that have not ended, once the table has read its live streams back."""
         for path in sorted(self._directory.glob("*.group")):
-            self._seal_late(path)
+            seal_late(path, self._sealing, self._namespace_of)
             if not j.is_closed(path):
                 self._load_one(path)
 
@@ -270,20 +270,10 @@ class GroupTable:
         groups = (*self.live.values(), *self._recent.values())
         return [group.journal for group in groups if group.journal is not None]
 
-    def _seal_late(self, path: Path) -> None:
-        """A journal that was written before its tenant had a key is sealed. They are small."""
-        if not self._sealing.keys or not j.is_open(path):
-            return
-        try:
-            spec = j.read_spec(path)
-            namespace = self._table.namespace_of(spec.streams[0]) if isinstance(spec, j.GroupSpec) else ""
-            if namespace and self._sealing.keys.has(namespace):
-                j.write_sealed(path, self._sealing.of_journal(namespace, path.stem))
-        except Locked:
-            return
-        except OSError as error:
-            hint = "free some room; it is tried again at the next start"
-            log.error("gateway.journal_not_sealed", path=str(path), error=str(error), hint=hint)
+    def _namespace_of(self, path: Path) -> str:
+        """Whose a group is, by its first choice. Raises Locked."""
+        spec = j.read_spec(path)
+        return self._table.namespace_of(spec.streams[0]) if isinstance(spec, j.GroupSpec) else ""
 
     def sweep(self, retention_s: float) -> None:
         """Retry what the disk refused; delete what ended too long ago."""

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -389,19 +389,7 @@ class StreamTable:
         return spec.namespace if isinstance(spec, j.StreamSpec) else ""
 
     def _seal_late(self, path: Path) -> bool:
-        """Whether it was sealed now."""
-        try:
-            if not self._sealing.keys or not j.is_open(path):
-                return False
-            namespace = self.namespace_of(path.stem)
-            seals = bool(namespace) and self._sealing.keys.has(namespace)
-            return seals and j.write_sealed(path, self._sealing.of_journal(namespace, path.stem))
-        except (FileNotFoundError, Locked):
-            return False  # swept meanwhile; sealed
-        except OSError as error:
-            hint = "free some room; it is tried again at the next start"
-            log.error("gateway.journal_not_sealed", path=str(path), error=str(error), hint=hint)
-            return False
+        return seal_late(path, self._sealing, lambda path: self.namespace_of(path.stem))
 
     async def forget(self, stream_ids: list[str]) -> None:
         """Delete finished streams and their journals."""
@@ -484,6 +472,22 @@ class StreamTable:
         elif good == len(data):  # killed before the mark of the end
             j.Journal(path, good_bytes=good, written=self._written).close()
         return stream
+
+
+def seal_late(path: Path, sealing: Sealing, namespace_of: Callable[[Path], str]) -> bool:
+    """Seal a journal that was written before its tenant had a key; whether that was done now. `namespace_of` may raise Locked."""
+    try:
+        if not sealing.keys or not j.is_open(path):
+            return False
+        namespace = namespace_of(path)
+        seals = bool(namespace) and sealing.keys.has(namespace)
+        return seals and j.write_sealed(path, sealing.of_journal(namespace, path.stem))
+    except (FileNotFoundError, Locked):
+        return False  # swept meanwhile; sealed
+    except OSError as error:
+        hint = "free some room; it is tried again at the next start"
+        log.error("gateway.journal_not_sealed", path=str(path), error=str(error), hint=hint)
+        return False
 
 
 def write_anew_if_lost(journals: Iterable[j.Journal]) -> None:

@@ -12,18 +12,16 @@ from ops.errors import OpsError
 from ops.flags import AT_LEAST_0, Command, client_flags, configured, json_flag, print_json
 
 
+def _timeout_flag(seconds: float, what: str) -> Any:
+    return click.option(
+        "--timeout", "timeout_s", type=AT_LEAST_0, metavar="S", default=seconds, show_default=True, help=what
+    )
+
+
 @click.command("migrate", cls=Command, exits=(4, 5))
 @click.argument("session")
 @click.argument("engine")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=AT_LEAST_0,
-    metavar="S",
-    default=60.0,
-    show_default=True,
-    help="Seconds to wait for the end of the move.",
-)
+@_timeout_flag(60.0, "Seconds to wait for the end of the move.")
 @client_flags
 @json_flag
 @configured
@@ -51,15 +49,7 @@ def migrate(config: Config, session: str, engine: str, timeout_s: float, url: st
 @click.command("drain", cls=Command, exits=(4, 5))
 @click.argument("engine")
 @click.option("--undo", is_flag=True, help="Let it take streams again.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=AT_LEAST_0,
-    metavar="S",
-    default=60.0,
-    show_default=True,
-    help="Seconds to wait for the last stream.",
-)
+@_timeout_flag(60.0, "Seconds to wait for the last stream.")
 @client_flags
 @json_flag
 @configured
@@ -81,15 +71,7 @@ def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | 
 
 
 @click.command("upgrade", cls=Command, exits=(4, 5))
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=AT_LEAST_0,
-    metavar="S",
-    default=120.0,
-    show_default=True,
-    help="Seconds for each process.",
-)
+@_timeout_flag(120.0, "Seconds for each process.")
 @click.option("--host", is_flag=True, help="The host agent and the keeper, too.")
 @click.option(
     "--gateway", is_flag=True, help="And the gateway: clients of long answers lose their connection, and resume."

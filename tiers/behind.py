@@ -18,10 +18,8 @@ from collections.abc import Callable
 LINE_LIMIT = 8  # records that may wait to be published
 SAMPLES = 3  # bursts of each way whose median is compared: one alone may have been hindered by anything
 CLEARLY = 0.8  # alone is faster if it takes so much of the other way's time: without a free core that takes several times as long
-TRY_FIRST, TRY_LIMIT = (
-    4,
-    256,
-)  # bursts between two tries of the way that is slower, twice as many each time that it was slower again
+# Bursts between two tries of the way that is slower, twice as many each time that it was slower again.
+TRY_FIRST, TRY_LIMIT = 4, 256
 
 Prepare = Callable[[], int]  # fills a record, and returns its checksum
 Publish = Callable[[int], None]

@@ -19,9 +19,8 @@ import numpy as np
 
 HUGE_BYTES = 2 << 20
 LEAST_BYTES = 8 << 20  # a smaller file isn't worth the system calls
-PIECE_BYTES = (
-    32 << 20
-)  # collapsed at once: each call waits for all processors, and finds what was just allocated in their caches
+# Collapsed at once: each call waits for all processors, and finds what was just allocated in their caches.
+PIECE_BYTES = 32 << 20
 _MADV_COLLAPSE = 25
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value

@@ -65,9 +65,8 @@ SHARED_BYTES = 512 << 10
 
 Fill = Callable[[np.ndarray], object]  # copies rows into a frame
 _TOKEN = np.dtype("<i4")
-_Entry = tuple[
-    int, int, bytes, memoryview, int
-]  # number, where it goes, all of it before the checksum, payload, its offset
+# Number, where it goes, all of it before the checksum, payload, its offset.
+_Entry = tuple[int, int, bytes, memoryview, int]
 
 
 def _nothing(frame: np.ndarray) -> None:
