@@ -10,12 +10,12 @@ import click
 
 from ops.errors import BadData, OpsError, StateRefused
 from ops.flags import confirm, print_json
-from ops.installation import Installation, need_data
+from ops.installation import Installation, drain_what_can_be, need_data
 from ops.processes import FileLock
 from ops.show import Bar, size
 from tiers.backup import BackupManifest, backup, check_backup, occupied, read_manifest, restore
 from tiers.errors import BadFile, OtherFormat, TierError
-from tiers.offline import recover, waiting, writer_lock
+from tiers.offline import writer_lock
 
 
 def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, limit_mb_s: float = 0.0) -> None:
@@ -23,8 +23,7 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, 
     need_data(here)
     if target.exists():
         raise StateRefused(f"{target} exists already; a backup is never written over another one")
-    if not here.drained() and any(waiting(here.paths).values()):
-        recover(here.paths, here.config.tiers)
+    drain_what_can_be(here)
     about = {"models": sorted({str(row.get("model")) for row in here.engines}), "roots": sorted(here.roots)}
     try:
         with Bar("backing up", quiet=as_json) as bar:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
+
 from engine import pid_file
 from gateway.sealing import Sealing
 from gateway.sessions import SessionFile
@@ -19,9 +21,9 @@ from ops.config import Config
 from ops.errors import NotRunning, StateRefused
 from ops.processes import FileLock
 from tiers import keeper_client
-from tiers.errors import KeeperAway
+from tiers.errors import KeeperAway, OverBudget, StoreFailed
 from tiers.keys import Keyring
-from tiers.offline import owned
+from tiers.offline import owned, recover, waiting
 from tiers.paths import Paths
 
 DRAIN_TIMEOUT_S = 120.0
@@ -101,6 +103,15 @@ def find(config: Config, url: str | None = None) -> Installation:
             elsewhere = Paths(Path(served), Path(answer["lane_dir"]))
             return Installation(config, paths, None, (), owned(paths), {}, served, client, engines, elsewhere)
     return Installation(config, paths, gateway, engines, owned(paths), roots)
+
+
+def drain_what_can_be(here: Installation) -> None:
+    """Lanes to disk, by the keeper or in its place; what there is no room for stays in them, and that is said. Raises StateRefused."""
+    try:
+        if not here.drained() and any(waiting(here.paths).values()):
+            recover(here.paths, here.config.tiers)
+    except (StoreFailed, OverBudget) as error:
+        click.echo(f"what waits in the lanes is left out: {error.reason}", err=True)
 
 
 def need_data(here: Installation) -> None:

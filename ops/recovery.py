@@ -19,6 +19,7 @@ from ops.sessions import token_lists
 from ops.show import Bar, size
 from ops.verify import Pace, check_journals, find_damage, finding_row, print_finding
 from tiers import keeper_client
+from tiers.errors import OtherFormat
 from tiers.keeper_operations import Operations
 from tiers.lane_reader import LaneReader
 from tiers.offline import Recovered, offline_drain, open_names, recover, waiting, writer_lock
@@ -158,9 +159,10 @@ def _repair(here: Installation, findings: list[Finding], records: list[tuple[str
         done = Repaired(**{**answer, "recompute": [Recompute(**part) for part in answer["recompute"]]})
     else:
         with offline_drain(here.paths, here.config.tiers) as drain:
-            drain.flush(sync=True)  # the drain passes over damaged records, and what it stores is verified
+            drain.settle()  # the drain passes over damaged records, and what it stores is verified
             answer = Operations(drain).repair(_damaged(findings), lists)["repaired"]
         done = Repaired(**{**answer, "recompute": [Recompute(**part) for part in answer["recompute"]]})
+        done.lanes = drain.mended_lanes | done.lanes
     done.kept_aside += kept
     done.dropped += len(records)
     done.recompute += [span for _, _, span in records]
@@ -171,7 +173,10 @@ def _lane_damage(here: Installation) -> list[tuple[str, bytes, Recompute]]:
     """(name for its file, bytes, what it costs) of each damaged record: the rest of its sequence in the lane can't be used either."""
     names, found = open_names(here.paths), []
     for path in sorted(here.paths.lane_dir.glob("*.lane")) if here.paths.lane_dir.exists() else []:
-        lane = LaneReader.open(path)
+        try:
+            lane = LaneReader.open(path)
+        except (FileNotFoundError, OtherFormat):
+            continue  # it was drained meanwhile, or is made good first
         try:
             for header, data in damaged_records(lane):
                 session, stream = names.get(header.sequence, ("", ""))
@@ -233,6 +238,8 @@ def _report(
         )
         sys.stdout.flush()
         return
+    for name, what in done.lanes.items():
+        click.echo(f"lane {name}: {what}")
     for path in done.kept_aside:
         click.echo(f"kept aside: {Path(path).relative_to(here.paths.data_dir)}")
     verb = "would be" if dry_run else "will be"

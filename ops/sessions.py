@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +12,7 @@ from gateway.sessions import SessionRecord
 from ops.errors import OpsError
 from ops.installation import Installation, session_file
 from tiers.base import session_key
+from tiers.errors import NoRoom, OverBudget
 from tiers.export import Found, find_stored
 from tiers.keeper_operations import Operations, stored_of
 from tiers.layout import Layout
@@ -154,7 +156,8 @@ def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
         record = file.get(session)
         assert record is not None, "looked up before"
         tokens = np.frombuffer(file.tokens(session), "<i4").astype(np.int32)
-        recover(here.paths, here.config.tiers)
+        with contextlib.suppress(OverBudget, NoRoom):  # deleting is what makes room
+            recover(here.paths, here.config.tiers)
         found = _find(here, record.namespace, tokens)
         if found is not None:
             with offline_drain(here.paths, here.config.tiers) as drain:

@@ -20,7 +20,7 @@ from gateway.tenancy import named
 from ops.client import ApiError
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from ops.flags import confirm, print_json
-from ops.installation import Installation, need_data, session_file
+from ops.installation import Installation, drain_what_can_be, need_data, session_file
 from ops.names import check_spelling
 from ops.show import Bar, size
 from tiers import keeper_client
@@ -38,7 +38,7 @@ from tiers.export import (
 from tiers.export_seal import ExportKeys, LockedFile
 from tiers.keeper_operations import Operations
 from tiers.keys import Locked
-from tiers.offline import offline_drain, recover, waiting
+from tiers.offline import offline_drain
 from tiers.view import StoreReader
 
 _NAME_IT = "Name it by --as, its tenant by --namespace"
@@ -55,10 +55,12 @@ def run_export(
     """
     need_data(here)
     keys = ExportKeys() if plain else keys
+    if target.is_dir() or not target.parent.is_dir():
+        what = f"{target} is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise OpsError(f"{what}; name a file to write by --output")
     if target.exists():
         confirm(f"{target} exists. Replace it?", yes=yes, dry_run=False)
-    if not here.drained() and any(waiting(here.paths).values()):
-        recover(here.paths, here.config.tiers)
+    drain_what_can_be(here)
     record, tokens = _session(here, session)
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:

@@ -19,7 +19,7 @@ import structlog
 
 from tiers import failpoints, late_keys
 from tiers.base import Base, SessionKey, session_key
-from tiers.errors import BadBlock
+from tiers.errors import BadBlock, NoRoom
 from tiers.group import Group
 from tiers.keys import Locked
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, chain_root, point_id
@@ -292,7 +292,10 @@ class Compaction:
             folds = plan_folds(sequences_of(view, now), now.ms, self._settle_ms)
         self.progress.at("fold", len(folds))
         for fold in folds:
-            self._fold_one(fold)
+            try:
+                self._fold_one(fold)
+            except NoRoom:
+                return  # what is evicted and freed next makes some
             self.progress.done += 1
             yield
 

@@ -22,7 +22,7 @@ from tiers import failpoints, media
 from tiers.base import SessionKey
 from tiers.clock import SteadyClock
 from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Held, Now, tenant_bytes
-from tiers.errors import BadRecord, OtherFormat, OverBudget, StoreFailed
+from tiers.errors import BadRecord, NoRoom, OtherFormat, OverBudget, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane_format import RecordHeader, RecordType, lane_size, padded
 from tiers.lane_reader import LaneReader, LaneSet
@@ -30,7 +30,7 @@ from tiers.layout import RootId, SequenceId, block_chain
 from tiers.pages import cached_bytes, drop_cached
 from tiers.paths import Paths
 from tiers.rebuild import TokenList, mend_all
-from tiers.repair import ASIDE
+from tiers.repair import ASIDE, mend_lanes
 from tiers.seal import Sealing
 from tiers.settings import TierSettings
 from tiers.store import PAGES_PER_BYTE, Store
@@ -108,12 +108,14 @@ class Drain:
         self.bad_bases: set[SessionKey] = set()  # that could not be made again
         self._began_ms = self._clock()
         self._losses = 0
+        self.mended_lanes: dict[str, str] = {}  # what was done about lanes that could not be read, when it was opened
         self.held: list[Held] = []  # budgets that the last eviction could not keep
 
     def open(self) -> None:
         """Make or open the store now, so that readers find one. Raises StoreFailed."""
         self._adopt_device_lanes()
         self._open_store()
+        self.mended_lanes = self.mend_lanes()
 
     def _adopt_device_lanes(self) -> None:
         """Lanes on a DAX device outlive a restart of the machine, their links in shared memory don't."""
@@ -125,6 +127,11 @@ class Drain:
                 log.info("drain.lane_adopted", lane=link.stem, device=str(device.path))
         except (OSError, OtherFormat) as error:
             log.error("drain.device_failed", device=self.settings.lane_device, error=str(error))
+
+    def mend_lanes(self, *, set_aside: bool = False) -> dict[str, str]:
+        """As `tiers.repair.mend_lanes`, of this installation. Raises OSError."""
+        s, aside = self.settings, self.paths.store / ASIDE
+        return mend_lanes(self.paths.lane_dir, s.lane_record_count, s.lane_bytes, aside, set_aside=set_aside)
 
     @property
     def named(self) -> set[bytes] | None:
@@ -172,7 +179,7 @@ class Drain:
         """Take everything and free the lanes: what is deleted now doesn't come back out of a lane after a crash. Raises StoreFailed."""
         try:
             self.flush(sync=True)
-        except OverBudget:
+        except (OverBudget, NoRoom):  # deleting is what makes room
             self.sync()
 
     def catch_up(self) -> None:
@@ -180,7 +187,7 @@ class Drain:
         try:
             while self.step():
                 pass
-        except OverBudget:
+        except (OverBudget, NoRoom):
             self._name_unread()
 
     def _name_unread(self) -> None:
@@ -207,6 +214,7 @@ class Drain:
         tail_interval_ms, not when the lane fills up, and not with `all_tails`.
         """
         lanes = self._lanes.scan()
+        self._mend_tails(lanes)
         self._sealing.drop_gone_lanes()
         batch = self._choose(lanes)
         self._sealing.add_due(lanes, all_tails and not batch.more, self._is_filling)
@@ -228,7 +236,9 @@ class Drain:
                     ahead.forget()
         except BaseException as error:
             self._forget_uncommitted(counts)
-            if isinstance(error, StoreFailed):
+            if isinstance(error, NoRoom):
+                self._say_failing(error)
+            elif isinstance(error, StoreFailed):
                 self._fail(error)
             raise
         self._taken.update(batch.taken)
@@ -238,6 +248,16 @@ class Drain:
         elif any(lane.used_share(lane.tail, self._next(lane)) > SYNC_AT_SHARE for lane in lanes):
             self.sync()  # the lanes need the room sooner than the interval ends
         return batch.more
+
+    def _mend_tails(self, lanes: list[LaneReader]) -> None:
+        """A tail that was damaged would have records passed over, or none found any more: all are taken again instead."""
+        for lane in lanes:
+            if not lane.has_possible_tail:
+                log.error(
+                    "drain.tail_mended", lane=lane.name, was=lane.tail, hint="nothing but Concordia may write there"
+                )
+                lane.mend_tail()
+                self.forget_tracks()
 
     def _check_budget(self, store: Store, batch: Batch) -> None:
         """Put nothing that the budget has no room for: compaction then evicts. Raises OverBudget."""
@@ -311,11 +331,8 @@ class Drain:
         synced is relied upon: its records are still in the lanes, and are taken again by a store that is opened anew.
         """
         self.forget_tracks()
-        self.counts["store_failures"] += 1
         self.note_loss()  # it may have been the file that is gone
-        if not self.failing:
-            log.error("drain.failed", error=str(error))
-        self.failing = error.reason
+        self._say_failing(error)
         self._retry_at = time.monotonic() + RETRY_STORE_S
         if self._store is not None:
             store, self._store = self._store, None
@@ -324,6 +341,12 @@ class Drain:
                 store.close()
             except StoreFailed:
                 pass  # said already
+
+    def _say_failing(self, error: StoreFailed) -> None:
+        self.counts["store_failures"] += 1
+        if not self.failing:
+            log.error("drain.failed", error=str(error))
+        self.failing = error.reason
 
     def _look_for_file(self, store: Store) -> None:
         """Was the file deleted, alone or with its directories? Then what is in it is written to a new one, if that can be."""
@@ -374,7 +397,9 @@ class Drain:
 
     def flush(self, sync: bool) -> dict[str, int]:
         """Commit everything that is in the lanes now; with `sync`, onto the disk. Returns each lane's tail. Raises StoreFailed."""
-        goals = [(lane, lane.head()) for lane in self._lanes.scan()]
+        lanes = self._lanes.scan()
+        self._mend_tails(lanes)
+        goals = [(lane, lane.head()) for lane in lanes]
         while any(not lane.closed and self._next(lane) < head for lane, head in goals):
             self.step(all_tails=True)
         if self._sealing.is_waiting:

@@ -19,6 +19,7 @@
     │   └── TooLarge       a record that no lane of this size can ever hold
     └── Poisoned       close and open again
         └── StoreFailed    LMDB refused: disk full, map full or an input/output error
+            └── NoRoom         the disk is nearly full: nothing was written, and deleting still works
 
 Each carries where (file, session, token range) in its text and one sentence that says what to do.
 """
@@ -144,3 +145,7 @@ class StoreFailed(Poisoned):
         "What isn't on the disk stays in the lanes: free disk space or raise tiers.store_map_bytes; a running keeper tries again by "
         "itself, a command is to be run again"
     )
+
+
+class NoRoom(StoreFailed):
+    """Nothing more is put, so that deleting finds room; the store is as good as before."""

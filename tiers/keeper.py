@@ -25,7 +25,7 @@ import structlog
 from tiers.base import SessionKey
 from tiers.compaction import GRACE_S
 from tiers.drain import Drain
-from tiers.errors import OverBudget, StoreFailed, TierError
+from tiers.errors import NoRoom, OverBudget, StoreFailed, TierError
 from tiers.keeper_jobs import Busy, Jobs
 from tiers.keeper_operations import Operations
 from tiers.layout import RootId, SequenceId
@@ -113,17 +113,23 @@ class Keeper:
         """One regular round; whether the next is due at once."""
         more = False
         try:
-            more = self._drain.step()
+            more = self._step()
             self._drain.sync_if_due()
             if self._drain.is_crowded():
                 self._jobs.hurry()
-        except OverBudget:
-            self._jobs.hurry()
         except StoreFailed:
             pass  # counted and logged; the records wait in the lanes
         self._look_for_host()
         self._keep_lock()
         return more
+
+    def _step(self) -> bool:
+        """A group of records; where there is no room for it, a compaction comes soon. Raises StoreFailed."""
+        try:
+            return self._drain.step()
+        except (OverBudget, NoRoom):
+            self._jobs.hurry()
+            return False
 
     def _keep_lock(self) -> None:
         """Was its file deleted, with the store's directory maybe? Commands must find that this keeper holds it."""
@@ -208,6 +214,9 @@ class Keeper:
         except TierError as error:
             said = f"{type(error).__name__}: {error.reason}"
             return {"ok": False, "error": said, "hint": error.hint, "retry": False}
+        except OSError as error:  # of a file that the request names, or that something is kept in
+            said = f"{error.filename or self._paths.data_dir}: {error.strerror or error}"
+            return {"ok": False, "error": said, "retry": False}
         except (ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "retry": False}
 
@@ -247,6 +256,8 @@ class Keeper:
         if op == "job":
             return {"job": self._jobs.state()}
         if op == "copy":
+            if request.get("cancel"):
+                self._jobs.cancel_copy()
             if "path" not in request:
                 return {"job": self._jobs.copy_state()}
             limit_bytes_s = 1e6 * float(request.get("limit_mb_s", 0))

@@ -6,6 +6,7 @@ For the engine and the host agent (plain functions) and for event loops (`a...` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -250,13 +251,18 @@ def copy(
     request = {"op": "copy", "path": os.path.abspath(target), "limit_mb_s": limit_mb_s}
     state = msgspec.convert(_ask(path, request, 10.0)["job"], JobState)
     number = state.id
-    while not state.finished:
-        on_progress(state)
-        time.sleep(poll_s)
-        newest = msgspec.convert(_ask(path, {"op": "copy"}, 30.0)["job"], JobState | None)
-        if newest is None or newest.id != number:
-            raise KeeperAway("the keeper has lost sight of the copy: it was started anew", where=str(path))
-        state = newest
+    try:
+        while not state.finished:
+            on_progress(state)
+            time.sleep(poll_s)
+            newest = msgspec.convert(_ask(path, {"op": "copy"}, 30.0)["job"], JobState | None)
+            if newest is None or newest.id != number:
+                raise KeeperAway("the keeper has lost sight of the copy: it was started anew", where=str(path))
+            state = newest
+    except KeyboardInterrupt:
+        with contextlib.suppress(TierError):
+            _ask(path, {"op": "copy", "cancel": True}, 10.0)
+        raise
     if state.error:
         raise TierError("the copy of the store ended early", where=str(path), cause=state.error)
     return state

@@ -26,6 +26,7 @@ JOB_PAUSE_S = 0.005  # between slices of what was asked for
 BACKGROUND_PAUSE_S = 0.06
 BASES_LOOKED_AT = 1024  # in one compaction interval: some ms
 COPY_ORPHAN_S = 60.0
+COPY_SILENT_S = 5.0  # who waits for a copy asks ten times a second
 COLLECT_EVERY = 10  # background compactions fold each time, and collect once in so many: that looks at every base
 
 
@@ -180,13 +181,23 @@ class Jobs:
         return self._job
 
     def start_copy(self, target: Path, limit_bytes_s: float) -> Job:
-        """Begin a copy of the store into the new directory `target`, for a backup. Ends if nobody asks for COPY_ORPHAN_S. Raises Busy."""
+        """Begin a copy of the store into the new directory `target`, for a backup. Ends if nobody asks for COPY_ORPHAN_S. Raises Busy.
+
+        One that nobody has asked about for COPY_SILENT_S gives way: its command was killed.
+        """
         if self._copy is not None and not self._copy.finished:
-            raise Busy("another backup is being made")
+            if time.monotonic() - self._copy_asked_at < COPY_SILENT_S:
+                raise Busy("another backup is being made")
+            self.cancel_copy()
         self._number += 1
         self._copy_asked_at = time.monotonic()
         self._copy = Job(self._number, Duplicate(self._drain, target, limit_bytes_s=limit_bytes_s), background=False)
         return self._copy
+
+    def cancel_copy(self) -> None:
+        """End the copy in hand, if there is one; nothing of it is left."""
+        if self._copy is not None and not self._copy.finished:
+            self._copy.cancel("it was cancelled")
 
     def copy_state(self) -> dict[str, Any] | None:
         """Of the newest copy; None if there was none."""

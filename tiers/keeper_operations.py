@@ -108,14 +108,15 @@ class Operations:
         lists  what is known of sessions whose base may be damaged
         Raises StoreFailed
         """
-        self._drain.flush(sync=False)
+        lanes = self._drain.mend_lanes(set_aside=True)
+        self._drain.settle()
         bases = {SessionKey(key) for kind, key in damaged if kind == "base"}
         rebuilt = bases - set(self._drain.mend_bases(bases, lists))
         live = frozenset(sequence for sequence, track in self._drain.tracks.items() if not track.closed)
-        with self._drain.store().group() as group:
+        with self._drain.store().group(freeing=True) as group:
             things = [Damaged(kind, key) for kind, key in damaged]
             done = repair_store(group, things, self._drain.paths.store / ASIDE, live=live)
-            done.rebuilt = [key.hex() for key in sorted(rebuilt)]
+            done.rebuilt, done.lanes = [key.hex() for key in sorted(rebuilt)], lanes
             for key in rebuilt:
                 base = group.base(key)
                 if base is not None:

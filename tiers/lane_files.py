@@ -15,23 +15,28 @@ import structlog
 
 from tiers import huge_pages, lock, media
 from tiers.errors import LaneBusy, OtherFormat
-from tiers.lane_format import PAGE, data_offset, geometry_bytes, lane_size, parse_geometry
-from tiers.media import Place
+from tiers.lane_format import data_offset, geometry_bytes, lane_size
+from tiers.lane_header import mend, read_geometry
 
 log = structlog.get_logger()
 
 
 def usable_lane(path: Path, lane_bytes: int, record_count: int, version: int, busy_s: float) -> int | None:
-    """Id of the existing lane if it can be continued, after setting aside one that can't."""
+    """Id of the existing lane if it can be continued, after making good what is damaged, or setting aside one that can't be."""
     if not path.exists():
         return None
+    lock = lock_writer(path, busy_s)
     try:
+        mended = mend(path, record_count, lane_bytes)
+        if mended:
+            log.warning("lane.mended", lane=path.stem, what=mended)
         geometry = read_geometry(media.place_of(path))
     except (OtherFormat, FileNotFoundError):
         geometry = None
+    finally:
+        os.close(lock)
     if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == version:
         return geometry[2]
-    os.close(lock_writer(path, busy_s))
     if geometry is None:
         log.warning("lane.discarded", lane=path.stem, reason="not a lane of this version")
         media.remove(path)
@@ -85,15 +90,6 @@ def lock_writer(path: Path, busy_s: float) -> int:
         os.close(file)
         raise LaneBusy("another process writes this lane", where=str(path))
     return file
-
-
-def read_geometry(place: Place) -> tuple[int, int, int, int] | None:
-    """(record count, ring bytes, lane id, version) of the lane at `place`; None if there is no lane that can be read."""
-    geometry = parse_geometry(place.head(PAGE))
-    if geometry is None:
-        return None
-    size = data_offset(geometry[0]) + geometry[1]
-    return geometry if (size <= place.size if place.is_device else size == place.size) else None
 
 
 def close_map(map_: mmap.mmap, memory: memoryview) -> None:

@@ -160,12 +160,16 @@ def geometry_bytes(record_count: int, lane_bytes: int, lane_id: int, version: in
 def parse_geometry(raw: bytes) -> tuple[int, int, int, int] | None:
     if len(raw) < GEOMETRY.size + 8:
         return None
-    magic, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
-    check = int.from_bytes(raw[GEOMETRY.size : GEOMETRY.size + 8], "little")
-    whole = xxh3_64_intdigest(raw[: GEOMETRY.size]) == check
-    if magic != LANE_MAGIC or version not in READABLE_VERSIONS or entry_bytes != ENTRY_BYTES or not whole:
+    _, version, entry_bytes, record_count, lane_bytes, lane_id = GEOMETRY.unpack_from(raw)
+    if not is_whole_header(raw) or version not in READABLE_VERSIONS or entry_bytes != ENTRY_BYTES:
         return None
     return record_count, lane_bytes, lane_id, version
+
+
+def is_whole_header(raw: bytes) -> bool:
+    """Whether these are the first bytes of a lane of any version, as they were written."""
+    check = int.from_bytes(raw[GEOMETRY.size : GEOMETRY.size + 8], "little")
+    return raw.startswith(LANE_MAGIC) and xxh3_64_intdigest(raw[: GEOMETRY.size]) == check
 
 
 def lane_size(head: bytes) -> int:

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 from tiers import media
 from tiers.errors import BadRecord, OtherFormat
 from tiers.keys import Keyring
-from tiers.lane_files import close_map, read_geometry
+from tiers.lane_files import close_map
 from tiers.lane_format import (
     DIRECTORY_OFFSET,
     ENTRY_BYTES,
@@ -40,6 +40,7 @@ from tiers.lane_format import (
     parse_entry,
     tokens_bytes,
 )
+from tiers.lane_header import is_possible_tail, oldest_record, read_geometry
 from tiers.lane_seal import LaneOpener
 from tiers.lock import is_held
 from tiers.media import Place
@@ -62,6 +63,7 @@ class LaneReader:
         keys: Keyring | None = None,
     ) -> None:  # fmt: skip
         self.path = path
+        self._is_device = place.is_device
         self._keys = keys
         self._opener: LaneOpener | None = None
         # One record may be part of many blocks, which the drain's two threads join.
@@ -120,9 +122,26 @@ class LaneReader:
             found = self._commits[(expected % np.uint64(count)).astype(np.intp)] == expected + np.uint64(1)
             run = int(found.argmin()) if not found.all() else len(found)
             number += run
-            if run < len(found):
+            if run == len(found):
+                step *= 2
+            elif self.is_committed(number + 1):
+                number += 1  # records are committed in order: this one's word was flipped
+            else:
                 return number
-            step *= 2
+
+    def is_committed(self, number: int) -> bool:
+        """Whether the commit word of record `number` stands in its slot."""
+        return bool(self._commits[number % self.record_count] == number + 1)
+
+    @property
+    def has_possible_tail(self) -> bool:
+        """Whether its tail agrees with its commit words; else the tail was damaged."""
+        return is_possible_tail(self._commits, self.tail)
+
+    def mend_tail(self) -> None:
+        """Give a tail that was damaged the least value that it can have had. The keeper only."""
+        assert self._tail_memory is not None, "opened without writable_tail"
+        self._set_tail(oldest_record(self._commits.copy()))
 
     def records(self, from_number: int, limit: int = 1 << 30) -> list[RecordHeader]:
         """Headers of the committed records from `from_number` on, at most `limit`; type BAD where an entry is flipped."""
@@ -152,8 +171,10 @@ class LaneReader:
 
     def intact(self, header: RecordHeader) -> bool:
         """Whether no reservation has reached this record's payload yet. Ask after the bytes were used, as well as before."""
-        words = self._words  # the id is another one when a device's range has been given to another lane
-        return header.payload_offset + self.lane_bytes >= words[RESERVED_WORD] and words[LANE_ID_WORD] == self.lane_id
+        words = self._words
+        if self._is_device and words[LANE_ID_WORD] != self.lane_id:
+            return False  # its range has been given to another lane
+        return header.payload_offset + self.lane_bytes >= words[RESERVED_WORD]
 
     def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
         """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.
@@ -241,7 +262,12 @@ class LaneReader:
         """Free all records before `number`. The keeper only, after they are in the store."""
         assert self._tail_memory is not None, "opened without writable_tail"
         assert number >= self.tail, "a tail only moves on"
-        self._tail_memory[TAIL_WORD if len(self._tail_memory) > TAIL_WORD else 0] = number
+        self._set_tail(number)
+
+    def _set_tail(self, number: int) -> None:
+        memory = self._tail_memory
+        assert memory is not None
+        memory[TAIL_WORD if len(memory) > TAIL_WORD else 0] = number
 
     def close(self) -> None:
         """Unmap, as soon as the last view is dropped."""

@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, BadRecord
 from tiers.group import Group
 from tiers.keys import Locked
-from tiers.lane_format import DIRECTORY_OFFSET, ENTRY_BYTES, RecordHeader, RecordType
+from tiers.lane_format import DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, RecordHeader, RecordType
+from tiers.lane_header import header_problem, mend_header
 from tiers.lane_reader import LaneReader
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
+from tiers.lock import is_held
 from tiers.values import READERS, Progress
 from tiers.verify import stored_parents, whole_bases
 from tiers.view import OPENED, View
+
+log = structlog.get_logger()
 
 ASIDE = "broken"  # directory in DATA/store
 DATABASE = {"block": "blocks", "tail": "tails", "base": "bases"}
@@ -53,6 +58,7 @@ class Repaired:
     kept_aside  files with the damaged bytes
     live        sequences that are still written and were left as they are
     rebuilt     keys (hex) of damaged bases that were made again
+    lanes       what was done about lanes that could not be read, by file name
     """
 
     dropped: int = 0
@@ -60,6 +66,7 @@ class Repaired:
     recompute: list[Recompute] = field(default_factory=list)
     live: int = 0
     rebuilt: list[str] = field(default_factory=list)
+    lanes: dict[str, str] = field(default_factory=dict)
 
 
 def repair_store(
@@ -228,6 +235,40 @@ def _has_state(view: View, point: bytes) -> bool:
 
 
 # ---------------------------------------------------------------- lanes
+
+
+def mend_lanes(
+    lane_dir: Path, record_count: int, lane_bytes: int, aside: Path, *, set_aside: bool = False
+) -> dict[str, str]:
+    """Make good lanes that can't be read because their header page is damaged; what was done, by file name.
+
+    record_count, lane_bytes  as `tiers.lane_header.mend_header` takes them
+    aside      directory for the damaged bytes
+    set_aside  a lane that can't be made good, and that nobody writes, is renamed `.broken`
+    """
+    done = {}
+    for lane in sorted(lane_dir.glob("*.lane")):
+        try:
+            if header_problem(lane):
+                done[lane.name] = _mend_lane(lane, record_count, lane_bytes, aside, set_aside)
+        except FileNotFoundError:
+            continue  # its engine has replaced it, or the keeper has drained it
+    return {name: what for name, what in done.items() if what}
+
+
+def _mend_lane(lane: Path, record_count: int, lane_bytes: int, aside: Path, set_aside: bool) -> str:
+    with open(lane, "rb") as file:
+        header = file.read(PAGE)
+    if mend_header(lane, record_count, lane_bytes):
+        keep_aside(aside, f"lane-{lane.stem}", header)
+        log.warning("lane.mended", lane=lane.stem, what=["header page"])
+        return "its header page was damaged, and was made good again: nothing in it is lost"
+    if not set_aside:
+        return ""
+    if is_held(lane):
+        return "is being written, and was left; its engine replaces it when it is started anew"
+    lane.rename(lane.with_name(lane.name + ".broken"))
+    return f"can't be made good, and was renamed {lane.name}.broken"
 
 
 def damaged_records(lane: LaneReader) -> list[tuple[RecordHeader, bytes]]:

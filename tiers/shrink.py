@@ -27,7 +27,7 @@ from tiers.errors import BadBlock, StoreFailed
 from tiers.keys import Locked
 from tiers.late_keys import UNSCRUBBED
 from tiers.store import Store
-from tiers.store_file import FREE_DISK_RESERVE_BYTES
+from tiers.store_file import FREE_DISK_RESERVE_BYTES, translated
 from tiers.values import DATABASES, KIND_BLOCK, KIND_POINT, KIND_TAIL, unpack_value
 
 log = structlog.get_logger()
@@ -72,7 +72,14 @@ class Shrink:
         target.mkdir(mode=0o700)
         self._check_room(store, target)
         store.touched = set()
-        copy = _Copy(str(target), store.map_bytes())
+        try:
+            with translated(target):  # not every file system can hold a database
+                yield from self._fill(store, _Copy(str(target), store.map_bytes()))
+        finally:
+            if self._drain.is_open(store):
+                store.touched = None
+
+    def _fill(self, store: Store, copy: _Copy) -> Iterator[None]:
         try:
             yield from self._copy_all(store, copy)
             yield from self._verify(store, copy)
@@ -82,8 +89,6 @@ class Shrink:
             copy.close(sync=True)
         finally:
             copy.close(sync=False)
-            if self._drain.is_open(store):
-                store.touched = None
 
     def _pace(self, size: int) -> Iterator[None]:
         """After `size` bytes: let the keeper go on with other work, for as long as the copy is ahead of its bound."""

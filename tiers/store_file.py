@@ -17,7 +17,7 @@ import lmdb
 import structlog
 
 from tiers import failpoints, whole_file
-from tiers.errors import StoreFailed
+from tiers.errors import NoRoom, StoreFailed
 
 log = structlog.get_logger()
 
@@ -63,14 +63,14 @@ def extended(env: Any, path: Path) -> None:
 
 
 def check_disk(path: Path) -> None:
-    """Raise StoreFailed if the disk is nearly full."""
+    """Raise NoRoom if the disk is nearly full, StoreFailed if that can't be told."""
     try:
         free = os.statvfs(path)
     except OSError as error:
         raise StoreFailed("the store's directory can't be reached", where=str(path), cause=str(error)) from error
     if free.f_bavail * free.f_frsize < FREE_DISK_RESERVE_BYTES:
         cause = f"less than {FREE_DISK_RESERVE_BYTES >> 20} MB are free"
-        raise StoreFailed("the disk is full", where=str(path), cause=cause)
+        raise NoRoom("the disk is full", where=str(path), cause=cause)
 
 
 def make_directory(path: Path) -> None:

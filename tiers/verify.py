@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tiers.base import Base, SessionKey
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import Locked
 from tiers.lane_format import RecordType
+from tiers.lane_header import header_problem
 from tiers.lane_reader import LaneSet
 from tiers.lane_seal import LockedRecord
 from tiers.late_keys import count_open
@@ -38,7 +40,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "point", "base", "entry", "record", "parent", "journal"]
+    kind: Literal["block", "tail", "point", "base", "entry", "lane", "record", "parent", "journal"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()
@@ -273,13 +275,18 @@ def _leaning(view: View, key: bytes, entry: PointEntry) -> tuple[Affected, ...]:
 def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: Checked) -> Iterator[Finding]:
     lanes = LaneSet(lane_dir, keys=store.keys)
     names: dict[bytes, tuple[str, str]] = {}
+    yield from _unreadable_lanes(Path(lane_dir))
     for lane in lanes.scan():
+        if not lane.has_possible_tail:
+            yield Finding("lane", lane.path.name, "the lane's tail is damaged: what waits in it may be passed over")
         for header in lane.records(lane.tail):
             counts.records += 1
             key = f"{lane.name} record {header.number}"
             try:
                 if header.type == RecordType.BAD:
                     raise BadRecord("a record's entry is flipped")
+                if not lane.is_committed(header.number):
+                    raise BadRecord("a record's commit word is flipped")
                 if header.type == RecordType.OPEN:
                     opened = lane.open_payload(header)
                     names[header.sequence] = opened.session, opened.stream
@@ -295,6 +302,16 @@ def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: C
                 span = Affected(session, stream, header.token_start, header.token_end)
                 yield Finding("record", key, error.what, (span,) if stream else ())
     lanes.close()
+
+
+def _unreadable_lanes(lane_dir: Path) -> Iterator[Finding]:
+    for path in sorted(lane_dir.glob("*.lane")):
+        try:
+            problem = header_problem(path)
+        except FileNotFoundError:
+            continue
+        if problem:
+            yield Finding("lane", path.name, problem)
 
 
 def _names(store: StoreReader, sequence: bytes) -> tuple[str, str]:

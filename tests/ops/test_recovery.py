@@ -187,6 +187,20 @@ def test_repair_of_seeded_damage_leaves_a_clean_store(place: Place, seed: int) -
     assert named == {(f"s{number}", block * BLOCK) for number, block in broken.items()}
 
 
+@pytest.mark.parametrize("at, kept", [(8, 43), (16, 0)])
+def test_a_damaged_lane_header_is_found_and_made_good_or_set_aside(place: Place, at: int, kept: int) -> None:
+    """The version; or the record count, of a lane that has another size than the settings say."""
+    place.session("other", some_tokens(2 * BLOCK, seed=3))
+    place.session("chat", TOKENS, cuts=[10, 43], drained=False)
+    flip(place.paths.lane("e0"), at)
+    assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["lane"]
+    assert place.json("repair", "--dry-run")["lanes"] == {}
+    done = place.json("repair", "--yes")
+    assert ("made good" if kept else "e0.lane.broken") in done["lanes"]["e0.lane"]
+    assert place.json("verify")["ok"] and place.world.restorable(TOKENS) == kept
+    assert place.world.restorable(some_tokens(2 * BLOCK, seed=3)) == 2 * BLOCK
+
+
 # ---------------------------------------------------------------- inspect
 
 

@@ -23,7 +23,7 @@ from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, flip, some_tokens
 from tiers import backup as backups
 from tiers import export as exported
-from tiers import keeper_client
+from tiers import keeper_client, store_file
 from tiers.backup import Rate
 from tiers.errors import BadFile, OtherFormat
 from tiers.export_seal import ExportKeys
@@ -300,6 +300,33 @@ def test_a_damaged_block_is_not_exported(place: Place, tmp_path: Path) -> None:
     assert not (tmp_path / "f").exists()
     place.json("repair", "--yes")
     assert export(place, tmp_path / "f")["position"] == 24
+
+
+def test_a_place_that_no_file_can_have_is_said_before_anything_is_written(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    assert "is a directory" in place.refused(1, "export", "chat", "-o", str(tmp_path), "--yes")
+    assert "is a directory" in place.refused(1, "export", "chat", "-o", "", "--yes")
+    assert "no directory" in place.refused(1, "export", "chat", "-o", str(tmp_path / "none" / "f"))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_on_a_full_disk_what_is_stored_can_be_taken_elsewhere_and_removed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = some_tokens(3 * BLOCK, seed=4)
+    place.session("chat", TOKENS)
+    place.session("late", other, drained=False)
+    monkeypatch.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
+    said = place.run("export", "chat", "-o", str(tmp_path / "f"))
+    assert said.exit_code == 0 and "left out: the disk is full" in said.stderr
+    assert place.run("backup", str(tmp_path / "backup")).exit_code == 0
+    assert "disk is full" in place.refused(1, "recover")
+    place.json("sessions", "rm", "chat", "--yes")
+    assert place.world.restorable(TOKENS) == 0
+    assert place.run("compact").exit_code == place.run("gc").exit_code == 0
+    monkeypatch.undo()
+    assert place.json("recover")["records"] > 0
+    assert place.world.restorable(other) == len(other) and place.json("verify")["ok"]
 
 
 # ---------------------------------------------------------------- sessions without a gateway

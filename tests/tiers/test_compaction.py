@@ -29,11 +29,11 @@ from tests.tiers.sample import (
 )  # fmt: skip
 from tests.tiers.sample import rows as made_rows
 from tiers import drain as drain_file
-from tiers import failpoints
+from tiers import failpoints, store_file
 from tiers.base import Base, pack_base, session_key, unpack_base
 from tiers.compaction import Budget, Compaction, Now, Progressing, SessionUse, plan_eviction, plan_folds, sequences_of
 from tiers.drain import Drain
-from tiers.errors import BadBlock, OverBudget, TierError
+from tiers.errors import BadBlock, NoRoom, OverBudget, TierError
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
 from tiers.lane import LaneWriter
@@ -717,3 +717,30 @@ def test_sessions_are_evicted_before_the_disk_is_full(world: World, monkeypatch:
     assert restorable(world, drain, lists[0]) == 0 and restorable(world, drain, lists[-1]) == len(lists[-1])
     assert drain.stats()["budgets"]["disk"] == [drain.store().usage().total_bytes, total]
     drain.close()
+
+
+def test_on_a_full_disk_sessions_are_removed_and_evicted_though_records_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleting is what makes room, so it can't wait for what has none."""
+    lane, drain = world.lane(), Drain(world.paths, world.settings)
+    lists = [some_tokens(5 * BLOCK + 2, seed=index) for index in range(3)]
+    for index, tokens in enumerate(lists[:2]):
+        answer(world, lane, f"s{index}", tokens, session=f"s{index}")
+    drain.flush(sync=True)
+    world.capture(lane, "late", lists[2], [len(lists[2])], session="late")
+    monkeypatch.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(NoRoom):
+        drain.step()
+    store = drain.store()
+    Operations(drain).remove("default", "s0", force=False, dry_run=False)
+    assert [restorable(world, drain, tokens) for tokens in lists] == [0, 42, 42]
+    assert compact(drain, budget=Budget(disk_bytes=1)).counts["evicted"] == 1
+    assert [restorable(world, drain, tokens) for tokens in lists] == [0, 0, 42]
+    assert drain.store() is store and "full" in drain.failing, "it was not closed for want of room"
+    monkeypatch.undo()
+    drain.flush(sync=True)
+    assert lane.tail == lane.head and not drain.failing
+    assert restorable(world, drain, lists[2]) == 42
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []

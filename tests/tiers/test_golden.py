@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -108,3 +109,23 @@ def test_progress_of_version_1_keeps_its_sequences(world: World) -> None:
     with store.snapshot() as view:
         assert view.progress(sequence("a")).position == 43  # type: ignore[union-attr]
     store.close()
+
+
+def test_the_worked_example_of_the_documentation_is_this_file() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "log-format.md").read_text()
+    section = text.partition("### Worked example")[2].partition("\n### ")[0]
+    lines = re.findall(r"^    ([0-9a-f]{8})  ([0-9a-f ]+)$", section, re.MULTILINE)
+    image = (HERE / "lane-v2.bin").read_bytes()
+    assert len(lines) > 10
+    for offset, digits in lines:
+        at, data = int(offset, 16), bytes.fromhex(digits)
+        assert image[at : at + len(data)] == data, offset
+    rows = re.findall(r"^\| (\d) \| ([A-Z]+) \| \[(\d+), (\d+)\) \| (\d+) \| (\d+) \|", section, re.MULTILINE)
+    reader = LaneReader.open(HERE / "lane-v2.bin")
+    assert rows == [
+        tuple(
+            map(str, (h.number, RecordType(h.type).name, h.token_start, h.token_end, h.payload_offset, h.payload_bytes))
+        )
+        for h in reader.records(0)
+    ]
+    reader.close()

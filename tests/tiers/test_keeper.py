@@ -21,7 +21,7 @@ from tiers import drain as drain_file
 from tiers import keeper as keeper_file
 from tiers import keeper_client, store_file
 from tiers.drain import Drain
-from tiers.errors import BadBlock, KeeperAway, LaneFull, StoreFailed, TierError
+from tiers.errors import BadBlock, KeeperAway, LaneFull, NoRoom, OverBudget, StoreFailed, TierError
 from tiers.group import Group
 from tiers.keeper import Keeper
 from tiers.keeper_jobs import Jobs
@@ -159,8 +159,8 @@ def test_full_disk_is_named_and_got_over(world: World, monkeypatch: pytest.Monke
     with pytest.raises(StoreFailed, match="disk is full"):
         drain.step()
     assert "disk is full" in drain.stats()["failing"]
-    with pytest.raises(StoreFailed) as again:
-        drain.store()
+    with pytest.raises(NoRoom) as again:
+        drain.step()
     assert str(again.value).count("disk is full") == str(again.value).count(StoreFailed.hint) == 1
     monkeypatch.undo()
     drain._retry_at = 0
@@ -449,7 +449,29 @@ def test_bad_requests_are_answered(world: World) -> None:
                 assert answer["ok"] is False and answer["error"]
         with pytest.raises(TierError):
             keeper_client.forget(world.paths.keeper_socket, ROOT, "default", ["x"])  # type: ignore[list-item]
+        with pytest.raises(TierError, match="/nowhere: No such file"):
+            keeper_client.import_slice(world.paths.keeper_socket, "/nowhere", "chat", "default", 0, 0)
         assert keeper_client.forget(world.paths.keeper_socket, ROOT, "default", [1])["blocks"] == 0
+
+
+def test_what_was_committed_is_synced_though_nothing_more_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the budget for days, the bound of `interval` holds for what was taken before."""
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [43])
+    keeper = Keeper(world.paths, dataclasses.replace(world.settings, sync_interval_ms=0), orphan_s=0)
+    keeper._drain.step()
+    assert lane.tail == 0 and keeper._drain._unsynced
+
+    def over_budget() -> bool:
+        raise OverBudget("the store's budget is used up")
+
+    monkeypatch.setattr(keeper._drain, "step", over_budget)
+    keeper._tick()
+    assert lane.tail == lane.head and not keeper._drain._unsynced
+    monkeypatch.undo()
+    keeper._finish()
 
 
 @pytest.mark.process

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -290,4 +291,50 @@ def test_compaction_goes_on_beside_a_copy_and_an_orphaned_one_ends(
     state = jobs.copy_state()
     assert state is not None and "nobody asked" in state["error"]
     assert jobs.idle and not (tmp_path / "copy").exists()
+    drain.close()
+
+
+def test_a_copy_whose_command_was_killed_or_interrupted_gives_way(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = world.drained()
+    jobs = Jobs(drain)
+    first = jobs.start_copy(tmp_path / "a", 1e-3)
+    jobs.work()
+    jobs.cancel_copy()
+    assert first.finished and not (tmp_path / "a").exists()
+    second = jobs.start_copy(tmp_path / "a", 1e-3)
+    jobs.work()
+    with pytest.raises(Busy):
+        jobs.start_copy(tmp_path / "b", 0)
+    monkeypatch.setattr(keeper_jobs, "COPY_SILENT_S", 0.0)
+    third = jobs.start_copy(tmp_path / "b", 0)
+    while not third.finished:
+        jobs.work()
+    assert second.finished and not third.error and (tmp_path / "b" / "data.mdb").exists()
+    assert not (tmp_path / "a").exists()
+    drain.close()
+
+
+def test_a_copy_to_where_no_database_can_be_ends_and_nothing_else_does(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system without shared mappings, or beyond the limit of addresses."""
+    drain = world.drained()
+    drain.store()
+    jobs = Jobs(drain)
+
+    def refuse(path: str, **given: object) -> None:
+        raise lmdb.InvalidParameterError(f"{path}: Invalid argument")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb, "open", refuse)
+        job = jobs.start_copy(tmp_path / "copy", 0)
+        while not job.finished:
+            jobs.work()
+    assert "Invalid argument" in job.error and not (tmp_path / "copy").exists()
+    again = jobs.start_copy(tmp_path / "copy", 0)
+    while not again.finished:
+        jobs.work()
+    assert not again.error
     drain.close()

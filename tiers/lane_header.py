@@ -1,0 +1,154 @@
+"""A lane's header page, tail and commit words: read, checked, and made good again where they were damaged.
+
+Entries carry numbers and checksums of their own, so that what they stand in can be told from them: without that one flipped bit would
+cost all that waits in the lane. By a writer before it goes on in a lane, by the keeper when it first sees one, by `concordia repair`.
+Source: docs/log-format.md, "Torn tail"
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from tiers import media
+from tiers.errors import OtherFormat
+from tiers.lane_format import (
+    COMMIT,
+    DIRECTORY_OFFSET,
+    ENTRY_BYTES,
+    GEOMETRY,
+    LANE_ID_WORD,
+    LANE_VERSION,
+    PAGE,
+    READABLE_VERSIONS,
+    SEALED_VERSION,
+    RecordType,
+    data_offset,
+    entry_view,
+    geometry_bytes,
+    is_whole_header,
+    parse_entry,
+    parse_geometry,
+)
+from tiers.media import Place
+
+NUMBER_OFFSET = 8  # in an entry
+
+
+def read_geometry(place: Place) -> tuple[int, int, int, int] | None:
+    """(record count, ring bytes, lane id, version) of the lane at `place`; None if there is no lane that can be read."""
+    geometry = parse_geometry(place.head(PAGE))
+    return geometry if geometry is not None and _fits(place, *geometry[:2]) else None
+
+
+def header_problem(lane: Path) -> str:
+    """Why nothing of a lane can be read; "" if it can be, or is a later version's. Raises FileNotFoundError."""
+    try:
+        place = media.place_of(lane)
+    except OtherFormat as error:
+        return error.what
+    if read_geometry(place) is not None or _is_of_later_version(place):
+        return ""
+    return "the lane's header page is damaged, or its file was cut"
+
+
+def is_possible_tail(commits: np.ndarray, tail: int) -> bool:
+    """Whether a lane with these commit words (uint64, by slot) can have this tail: the record before it is the last that was freed."""
+    if tail:
+        return bool(commits[(tail - 1) % len(commits)] == tail)
+    return bool(commits[0] <= 1 or commits[-1] < commits[0] - 1)  # the directory wasn't gone through yet
+
+
+def oldest_record(commits: np.ndarray) -> int:
+    """The first of the records that the directory holds one after another up to the newest. Taking a record twice changes nothing."""
+    slots, count = np.arange(len(commits), dtype=np.uint64), np.uint64(len(commits))
+    words = commits[(commits > 0) & ((commits - np.uint64(1)) % count == slots)]
+    numbers = np.sort(words.astype(np.int64) - 1)
+    if not len(numbers):
+        return 0
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 2) + 1)  # one word may be flipped within a run
+    return int(max(runs, key=len)[0])
+
+
+def mend(lane: Path, record_count: int, lane_bytes: int) -> list[str]:
+    """Make good what can be; what was done, in words. Nobody may be writing the lane. Arguments as of `mend_header`."""
+    done = ["header page"] if mend_header(lane, record_count, lane_bytes) else list[str]()
+    try:
+        place = media.place_of(lane)
+    except OtherFormat:
+        return done
+    geometry = read_geometry(place)
+    if geometry is None:
+        return done
+    with place.map_head(data_offset(geometry[0]), writable=True) as head:
+        return done + _mend_directory(head, geometry[0])
+
+
+def mend_header(lane: Path, record_count: int, lane_bytes: int) -> bool:
+    """Write a lane's header anew if it can't be read; whether that was done. A writer that lives isn't disturbed.
+
+    record_count, lane_bytes  the geometry that is meant, if what is left of its own doesn't agree with the file's size
+    Raises                    FileNotFoundError
+    """
+    if not header_problem(lane):
+        return False
+    try:
+        place = media.place_of(lane)
+    except OtherFormat:
+        return False
+    own = GEOMETRY.unpack_from(place.head(PAGE).ljust(PAGE, b"\0"))
+    for count, size in ((own[3], own[4]), (record_count, -(-lane_bytes // PAGE) * PAGE)):
+        if 0 < count <= place.size and 0 < size <= place.size and _fits(place, count, size):
+            _write_header(place, count, size)
+            return True
+    return False
+
+
+def _is_of_later_version(place: Place) -> bool:
+    head = place.head(PAGE)
+    return is_whole_header(head) and GEOMETRY.unpack_from(head)[1] not in READABLE_VERSIONS
+
+
+def _fits(place: Place, record_count: int, lane_bytes: int) -> bool:
+    size = data_offset(record_count) + lane_bytes
+    return size <= place.size if place.is_device else size == place.size
+
+
+def _write_header(place: Place, record_count: int, lane_bytes: int) -> None:
+    """The version follows from the entries: payloads are sealed in one alone."""
+    with place.map_head(data_offset(record_count), writable=True) as head:
+        entries = [_entry(head, slot) for slot in range(record_count)]
+        is_sealed = any(parse_entry(entry, _number(entry)).sealed for entry in entries)
+        lane_id = int.from_bytes(head[8 * LANE_ID_WORD : 8 * LANE_ID_WORD + 8], "little")
+        header = geometry_bytes(record_count, lane_bytes, lane_id, SEALED_VERSION if is_sealed else LANE_VERSION)
+        head[: len(header)] = header
+
+
+def _entry(head: mmap.mmap, slot: int) -> bytes:
+    at = DIRECTORY_OFFSET + slot * ENTRY_BYTES
+    return head[at : at + ENTRY_BYTES]
+
+
+def _number(entry: bytes) -> int:
+    return int.from_bytes(entry[NUMBER_OFFSET : NUMBER_OFFSET + 8], "little")
+
+
+def _mend_directory(head: mmap.mmap, record_count: int) -> list[str]:
+    """The tail, and commit words of records after which another one is committed: theirs were written before it."""
+    done = list[str]()
+    commits = np.frombuffer(head, entry_view, record_count, DIRECTORY_OFFSET)["commit"].copy()
+    tail = int.from_bytes(head[PAGE : PAGE + 8], "little")
+    if not is_possible_tail(commits, tail):
+        tail = oldest_record(commits)
+        head[PAGE : PAGE + 8] = tail.to_bytes(8, "little")
+        done.append("tail")
+    after = np.roll(commits, -1)
+    for slot in map(int, np.flatnonzero((after > 1) & (commits + np.uint64(1) != after))):
+        entry, number = _entry(head, slot), int(after[slot]) - 2
+        if number >= tail and number % record_count == slot and parse_entry(entry, number).type != RecordType.BAD:
+            at = DIRECTORY_OFFSET + slot * ENTRY_BYTES + 8 * COMMIT
+            head[at : at + 8] = (number + 1).to_bytes(8, "little")
+            done.append(f"commit word of record {number}")
+    return done
