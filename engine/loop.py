@@ -83,6 +83,7 @@ class Engine:
     tiers: TierSettings = field(default_factory=TierSettings)
     drain_s: float = 8.0
     draining_until: float = 0.0
+    drained: bool = False  # by an operator
     waiting: list[Sequence] = field(default_factory=list)
     active: list[Sequence] = field(default_factory=list)
     ended: OrderedDict[tuple[str, int], Sequence] = field(default_factory=OrderedDict)
@@ -107,7 +108,9 @@ class Engine:
         """Serve until stopped; then take every capture that is still missing."""
         while not self.stopping and self.keep_running():
             busy = self.last_kind != "idle" or bool(self.waiting)
-            for message in self.link.poll(0.0 if busy else self.follower.wait_s(_IDLE_WAIT_S)):
+            messages = self.link.poll(0.0 if busy else self.follower.wait_s(_IDLE_WAIT_S))
+            self._check_fence()
+            for message in messages:
                 self.handle(message)
             self.admit()
             self.step()
@@ -116,6 +119,7 @@ class Engine:
             self.watch_lane()
             self.page.beat()
             self._tell_stats()
+        self._check_fence()
         self._capture_everything()
 
     def stop(self) -> None:
@@ -199,6 +203,8 @@ class Engine:
                 self._load_adapter(message)
             case m.UnloadAdapter():
                 self.adapters.unload(message.digest)
+            case m.Drained():
+                self.drained = message.on
             case m.Ping():
                 self.stats_due = 0.0
             case m.Shutdown():
@@ -230,6 +236,7 @@ class Engine:
                 slots=len(self.arena.slots),
                 streams=streams,
                 residents=self._residents(),
+                drained=self.drained,
             )
         )
         for sequence in known:

@@ -304,7 +304,15 @@ class Shutdown(Message, frozen=True):
     """Finish nothing more: drain captures, then exit 0. Sent after streams have ended or moved."""
 
 
-ToEngine = Union[Attach, Submit, Cancel, Park, Follow, Unfollow, Release, Ping, Shutdown, LoadAdapter, UnloadAdapter]
+class Drained(Message, frozen=True):
+    """An operator keeps streams away from this engine, or no longer: remember it for the next gateway (`Hello.drained`)."""
+
+    on: bool
+
+
+ToEngine = Union[
+    Attach, Submit, Cancel, Park, Follow, Unfollow, Release, Ping, Shutdown, Drained, LoadAdapter, UnloadAdapter
+]
 
 # ---------------------------------------------------------------- engine -> gateway
 
@@ -324,6 +332,7 @@ class Hello(Message, frozen=True):
     slots: int
     streams: list[LiveStream]
     residents: list[Resident] = []
+    drained: bool = False
 
 
 class Started(Message, frozen=True):

@@ -71,15 +71,17 @@ async def migrate_stream(request: web.Request) -> web.Response:
 
 
 async def drain_engine(request: web.Request) -> web.Response:
-    """Its streams go elsewhere, and nothing new comes, until `undrain` or its restart."""
+    """Its streams go elsewhere, and nothing new comes, until `undrain` or its restart; a gateway that is restarted is told of it."""
     gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
     engine = _engine(gateway, request.match_info["engine"])
+    engine.send(m.Drained(on=True))
     return json_response(await gateway.dispatcher.moves.drain(engine, "drain", wish.timeout_s))
 
 
 async def undrain_engine(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     engine = _engine(gateway, request.match_info["engine"])
+    engine.send(m.Drained(on=False))
     gateway.dispatcher.set_draining(engine, False)
     return json_response({"engine": engine.name, "state": engine.shown_state})
 
@@ -88,9 +90,10 @@ async def restart_engine(request: web.Request) -> web.Response:
     """Drain, then end it; the host agent starts the next incarnation. Refused while a stream can't leave it."""
     gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
     engine = _engine(gateway, request.match_info["engine"])
+    before = engine.draining
     report = await gateway.dispatcher.moves.drain(engine, "restart", wish.timeout_s)
     if report["left"]:
-        gateway.dispatcher.set_draining(engine, False)
+        gateway.dispatcher.set_draining(engine, before)
         raise conflict(
             f"{report['left']} streams can't leave {engine.name}: {report['reason']}; it goes on as before. "
             "Start another engine, or wait for their end"

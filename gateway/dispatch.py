@@ -144,6 +144,7 @@ class Dispatcher:
         asked = []
         for engine in [engine for engine in self._ready() if engine.name != but]:
             engine.forget(session)
+            following.parked(engine, session)
             asked.append(engine.ask(lambda number: m.Park(number, session)))
         if self.standbys is not None:
             self.standbys.protect_sessions()
@@ -310,7 +311,8 @@ class Dispatcher:
     # ------------------------------------------------------------ engines come and go
 
     def engine_attached(self, engine: Engine, hello: m.Hello) -> None:
-        """It serves: what it works on is taken over, and what waits is placed."""
+        """It serves: what it works on is taken over, and what waits is placed. A drain that the gateway before began goes on."""
+        engine.draining = hello.drained
         for live in hello.streams:
             self._take_over(engine, live)
         for resident in hello.residents:
@@ -321,6 +323,8 @@ class Dispatcher:
         for stream in self.pending.values():
             self._stop_timer(stream)
         self._place_pending()
+        if engine.draining:
+            self._spawn(self._drain(engine, "drain"))
 
     def engine_out_of_touch(self, engine: Engine) -> None:
         """Not dead for certain yet: nothing moves, but it gets nothing more either."""
@@ -372,7 +376,8 @@ class Dispatcher:
             if stream.end is None:
                 self._begin_recovery(stream, loss)
         if loss.reason != "exited":
-            self._inquests.engine_died(Incarnation(engine.name, engine.incarnation), streams)
+            had = [*streams, *engine.cancelled_lately(loss.noticed)]
+            self._inquests.engine_died(Incarnation(engine.name, engine.incarnation), had)
         self.pending.update({stream.id: stream for stream in streams if stream.end is None})
         self._place_pending()
 
@@ -440,7 +445,7 @@ class Dispatcher:
                 for watcher in self._watchers:
                     watcher.said(engine, message)
             case m.Draining():
-                self._spawn(self._drain(engine))
+                self._spawn(self._drain(engine, "the engine was told to end"))
             case m.AdapterReady() if not message.request:
                 if message.error:
                     log.error("adapter.refused", engine=engine.name, error=message.error)
@@ -449,9 +454,8 @@ class Dispatcher:
             case m.Stats():
                 engine.stats, engine.tenants = message.stats, message.tenants
 
-    async def _drain(self, engine: Engine) -> None:
-        """It was told to end."""
-        await self.moves.drain(engine, "the engine was told to end", DRAIN_LIMIT_S)
+    async def _drain(self, engine: Engine, why: str) -> None:
+        await self.moves.drain(engine, why, DRAIN_LIMIT_S)
 
     def _current(self, engine: Engine, stream_id: str, epoch: int) -> Stream | None:
         """The stream, if this engine works on it under its newest epoch."""
@@ -541,7 +545,7 @@ class Dispatcher:
         """Journal, then send."""
         now = self.now()
         recovered = None
-        stream.alone = False
+        cleared, stream.alone = stream.alone, False
         for watcher in self._watchers:
             watcher.delivered(stream, now)
         if stream.recovery is not None:
@@ -566,6 +570,8 @@ class Dispatcher:
             self._finish(stream)
         else:
             stream.advance_readers()
+        if cleared:
+            self._place_pending()  # the next suspect's turn
 
     def _end_recovery(self, stream: Stream, now: float) -> j.Recovery:
         recovery: j.Recovery = stream.recovery.finish(now)
@@ -623,6 +629,8 @@ class Dispatcher:
         engine = self.engines.get(stream.engine)
         if engine is not None and engine.streams.pop(stream.id, None) is not None:
             engine.remember(stream, m.pack_tokens(stream.tokens))
+            if not stream.finish:
+                engine.cancel(stream, self.now())
         stream.record(end)
         self._table.retire(stream)
         metrics.streams_ended.labels(cause).inc()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gateway.engine_link import EngineLink
     from gateway.streams import Stream
 
+CANCEL_HEARD_S = 5.0  # longer than any step
 RESIDENTS_KEPT = 4  # times the slots of an engine: token lists that it may still hold
 
 
@@ -43,6 +44,7 @@ class Engine:
         self.stats = m.EngineStats()
         self.tenants: dict[str, m.TenantStats] = {}
         self.streams: dict[str, Stream] = {}
+        self.cancelled: dict[str, tuple[Stream, float]] = {}  # ended here lately by the gateway, and when
         self.residents: OrderedDict[str, Held] = OrderedDict()  # by stream
         self.link_lost_at = 0.0
         self.pidfd = -1
@@ -114,6 +116,15 @@ class Engine:
         limit = RESIDENTS_KEPT * (self.hello.slots if self.hello else 8)
         while len(self.residents) > limit:
             self.residents.popitem(last=False)
+
+    def cancel(self, stream: Stream, now: float) -> None:
+        """Its stream was ended before it was complete: the engine may work on it until it has heard so."""
+        self.cancelled = {key: entry for key, entry in self.cancelled.items() if entry[1] > now - CANCEL_HEARD_S}
+        self.cancelled[stream.id] = stream, now
+
+    def cancelled_lately(self, now: float) -> list[Stream]:
+        """Those of which it isn't certain that the engine had heard that they are cancelled."""
+        return [stream for stream, at in self.cancelled.values() if at > now - CANCEL_HEARD_S]
 
     def holds(self, session: str) -> bool:
         """It has worked on this session and was not told to park it."""

@@ -149,6 +149,14 @@ def heard(engine: Engine, message: m.Followed, stream: Stream | None) -> None:
             state.over.set()
 
 
+def parked(engine: Engine, session: str) -> None:
+    """The session is to leave the device: the engine itself lets go of it."""
+    state = engine.followed.pop(idle_name(session), None)
+    if state is not None:
+        state.refused = "parked meanwhile"
+        state.over.set()
+
+
 def lost(engine: Engine) -> None:
     """The engine is gone: nothing is followed there any more."""
     for state in engine.followed.values():

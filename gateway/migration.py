@@ -113,6 +113,7 @@ class Moves:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self.moves: dict[str, Move] = {}
+        self._idle_moves: dict[str, str] = {}  # session -> target
 
     # ------------------------------------------------------------ what operators ask for
 
@@ -126,7 +127,7 @@ class Moves:
             )
         if stream.id in self.moves:
             raise conflict(f"stream {stream.id} is being moved to {self.moves[stream.id].target} already")
-        if stream.end is not None or source is None or stream.id not in source.streams or not source.ready:
+        if _is_over(stream) or source is None or stream.id not in source.streams or not source.ready:
             raise conflict(f"stream {stream.id} is not running on an engine; there is nothing to move")
         if target is source:
             raise conflict(f"stream {stream.id} runs on {target_name} already")
@@ -149,7 +150,17 @@ class Moves:
         return move
 
     async def move_idle(self, idle: following.IdleSession, target: Engine, timeout_s: float) -> str:
-        """Put an idle session's state on the target's device and take it off all others. Returns the outcome."""
+        """Put an idle session's state on the target's device and take it off all others. Returns the outcome, or raises ApiError."""
+        session = idle.session
+        if session in self._idle_moves:
+            raise conflict(f"session {quoted(session)} is being moved to {self._idle_moves[session]} already")
+        self._idle_moves[session] = target.name
+        try:
+            return await self._move_idle(idle, target, timeout_s)
+        finally:
+            del self._idle_moves[session]
+
+    async def _move_idle(self, idle: following.IdleSession, target: Engine, timeout_s: float) -> str:
         assert target.link is not None and target.hello is not None
         session = idle.session
         holders = [e for e in self._dispatcher.engines.values() if e.ready and e is not target and e.holds(session)]
@@ -304,7 +315,7 @@ class Moves:
             carries_state=move.carries_state,
             source_up=source is not None and source.ready and stream.id in source.streams,
             target_up=target is not None and target.placeable,
-            ended=stream.end is not None,
+            ended=_is_over(stream),
             elapsed_s=self._dispatcher.now() - move.began,
         )
 
@@ -319,7 +330,7 @@ class Moves:
 
     def _on_released(self, engine: Engine, message: m.Released, move: Move | None) -> None:
         stream = engine.streams.get(message.stream)
-        if stream is None or stream.end is not None or stream.epoch != message.epoch:
+        if stream is None or _is_over(stream) or stream.epoch != message.epoch:
             return
         engine.streams.pop(stream.id)
         engine.remember(stream, m.pack_tokens(stream.tokens))
@@ -369,6 +380,11 @@ class Moves:
             following.drop(target, move.stream.id, following.MOVE)
         if not move.done.done():
             move.done.set_result(move)
+
+
+def _is_over(stream: Stream) -> bool:
+    """Nothing of it is left to be computed; its end may still wait until it is durable."""
+    return stream.end is not None or bool(stream.finish)
 
 
 def _future() -> asyncio.Future[Move]:

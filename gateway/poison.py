@@ -158,16 +158,19 @@ class Inquests:
         self._open.pop(stream.id, None)
 
     def engine_died(self, lost: Incarnation, streams: Sequence[Stream]) -> None:
-        """Count it against the live streams that it had; who is found guilty is held."""
-        in_flight = {s.id: _in_flight(s, lost) for s in streams if s.end is None}
-        if not in_flight:
+        """Count it against the live streams that it had; who is found guilty is held.
+
+        One that was cancelled a moment ago may have been it as well, and then nobody else is found guilty.
+        """
+        in_flight = {s.id: _in_flight(s, lost) for s in streams}
+        live = {s.id: s for s in streams if s.end is None}
+        if not live:
             return
         verdict = suspects(list(in_flight.values()), self._limit)
-        for stream in streams:
-            if stream.id in in_flight:
-                stream.deaths = in_flight[stream.id].after
-                stream.alone = stream.alone or stream.id in verdict.alone
-        if verdict.poison:
+        for stream in live.values():
+            stream.deaths = in_flight[stream.id].after
+            stream.alone = stream.alone or stream.id in verdict.alone
+        if verdict.poison in live:
             self._open[verdict.poison] = lost
             log.warning("recover.suspected", stream=verdict.poison, engine=lost.engine, incarnation=lost.number)
         self._spawn(self._wait_for_word(lost))

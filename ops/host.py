@@ -127,7 +127,10 @@ class EngineWatch:
         while not self._main_gone.is_set():
             if self._page is None:
                 self._open_page()
-            if self._page is not None and self._page.state == "ready":
+            if self._page is not None and self._page.state in (
+                "ready",
+                "draining",
+            ):  # an adopted one may be about to end
                 self.ready = True
                 return True
             if time.monotonic() > deadline:

@@ -20,6 +20,7 @@ from ops.errors import OpsError
 from tiers.paths import Paths
 
 POLL_S = 0.1
+ALIVE = ("ready", "draining", "drained")
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[str]:
@@ -50,6 +51,7 @@ def replace_all(
     report = []
     for engine in in_order(rows):
         began = time.monotonic()
+        _wait_for(client, engine, 0, timeout_s, ALIVE)  # it may have died meanwhile
         answer = client.post(f"/admin/engines/{engine}/restart", {"timeout_s": timeout_s}, timeout_s=timeout_s + 10)
         new = _wait_for(client, engine, answer["incarnation"], timeout_s)
         seconds = round(time.monotonic() - began, 2)
@@ -87,11 +89,13 @@ def _wait_until(what: str, timeout_s: float, probe: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-def _wait_for(client: Client, engine: str, incarnation: int, timeout_s: float) -> dict[str, Any]:
+def _wait_for(
+    client: Client, engine: str, incarnation: int, timeout_s: float, states: tuple[str, ...] = ("ready",)
+) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while True:
         row: dict[str, Any] = next((row for row in client.get("/admin/engines")["data"] if row["id"] == engine), {})
-        if row.get("state") == "ready" and row["incarnation"] > incarnation:
+        if row.get("state") in states and row["incarnation"] > incarnation:
             return row
         if time.monotonic() > deadline:
             raise OpsError(

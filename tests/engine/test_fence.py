@@ -45,3 +45,17 @@ def test_sticky_device_error_is_reported_by_the_engine_itself(start_engine, monk
     monkeypatch.setattr(driver.engine.model, "device", Device())
     assert _serve(driver.engine, driver.engine.page) == EXIT_DEVICE
     assert driver.engine.page.state == "failed", "the host agent says `device error` then"
+
+
+@pytest.mark.parametrize("told_to_end", [False, True])
+def test_idle_engine_that_was_replaced_ends_and_writes_nothing(start_engine, told_to_end: bool) -> None:  # type: ignore[no-untyped-def]
+    driver = start_engine()
+    engine, lane = driver.engine, driver.engine.capture.lane
+    driver.handle(submit("c" * 24, random_tokens(3, 40), answer=4))
+    driver.run()
+    engine.page.fence()
+    if told_to_end:
+        engine.stop()
+    head = lane.head
+    assert _serve(engine, engine.page) == EXIT_FENCED
+    assert lane.head == head

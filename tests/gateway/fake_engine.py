@@ -87,6 +87,7 @@ class FakeEngine:
         self.poison: int | None = None  # seed of a request that it dies of when it has started it
         self.dead = False
         self.stopped = False
+        self.drained = False
         self.host: FakeHost | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -173,6 +174,8 @@ class FakeEngine:
                 self.send(m.Released(message.stream, message.epoch, position))
             case m.Shutdown():
                 self.stopped = True
+            case m.Drained():
+                self.drained = message.on
             case m.LoadAdapter():
                 self.loads.append(message)
                 self.send(m.AdapterReady(message.request, self.adapter_error))
@@ -250,6 +253,7 @@ class FakeEngine:
                 self.slots,
                 live,
                 list(self.kept.values()),
+                self.drained,
             )
         )
         for sequence in self.sequences.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import structlog.testing
 
 from engine import messages as m
 from gateway.failover import Recovering, loss_of
@@ -146,6 +147,38 @@ async def test_suspicion_is_repeated_to_a_host_agent_that_was_away(make_world) -
     got = await task
     assert got.finish_reason == "length"
     assert world.host.suspects[0].engine == "e0"
+
+
+async def test_each_way_to_lose_an_engine_has_its_own_event_and_count(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world()
+    world.host.confirm_suspects = False
+    ways = {("killed", ""), ("exited", ""), ("device error", ""), ("hung", "blocked"), ("hung", "spinning")}
+    before = await counts(world)
+    with structlog.testing.capture_logs() as events:
+        for incarnation, (reason, cause) in enumerate(sorted(ways), 1):
+            engine = await world.engine("e0", incarnation)
+            await engine.kill(tell=False)
+            world.host._tell(m.EngineDown("e0", incarnation, reason, 1.0, 0.1, cause))
+        last = await world.engine("e0", len(ways) + 1)
+        world.host._tell(m.EngineSlow("e0", last.incarnation, "starved", 300.0))
+        await world.until(lambda: counted(world, 'engine_slow_total{cause="starved"}', before))
+    told = [event["reason"] for event in events if event["event"] == "recover.engine_down"]
+    assert told == sorted(reason for reason, _ in ways)
+    assert any(event["event"] == "recover.engine_slow" for event in events)
+    for reason, cause in ways:
+        assert await counted(world, f'engine_losses_total{{reason="{reason}"}}', before)
+        assert not cause or await counted(world, f'engine_hangs_total{{cause="{cause}"}}', before)
+
+
+async def counts(world: World) -> dict[str, float]:
+    text = await (await world.http.get("/metrics")).text()
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("concordia_"): float(value) for name, _, value in lines}
+
+
+async def counted(world: World, name: str, before: dict[str, float]) -> bool:
+    """It has gone up."""
+    return (await counts(world)).get(name, 0.0) > before.get(name, 0.0)
 
 
 async def test_tokens_of_an_old_epoch_or_known_position_are_dropped_and_a_gap_submits_again(world: World) -> None:

@@ -115,6 +115,26 @@ async def test_idle_session_moves_and_its_next_turn_goes_there(make_world) -> No
     assert len(target.submits) == 1
 
 
+@pytest.mark.parametrize("how", ["park", "delete"])
+async def test_idle_session_moves_once_at_a_time_and_no_longer_when_it_is_parked(make_world, how: str) -> None:  # type: ignore[no-untyped-def]
+    world, source, target = await pair(make_world)
+    await world.post("/v1/chat/completions", chat(stream=False, session_id="s"))
+    asked: list[m.Follow] = []
+    target._follow = asked.append  # type: ignore[method-assign]
+    move = asyncio.create_task(world.post("/admin/sessions/s/migrate", {"engine": "e1"}))
+
+    async def is_asked() -> bool:
+        return bool(asked)
+
+    await world.until(is_asked)
+    status, _, body = await world.post("/admin/sessions/s/migrate", {"engine": "e1"})
+    assert (status, "is being moved to e1 already" in body["error"]["message"]) == (409, True), body
+    method, path = ("POST", "/v1/sessions/s/park") if how == "park" else ("DELETE", "/v1/sessions/s")
+    async with world.http.request(method, path) as response:
+        await response.read()
+    assert (await move)[2]["outcome"] == "target refused: parked meanwhile"
+
+
 async def test_target_that_refuses_leaves_the_source_running(make_world) -> None:  # type: ignore[no-untyped-def]
     world, source, target = await pair(make_world)
     target.follow_refusal = "no_slot"
@@ -294,6 +314,34 @@ async def test_drain_without_another_engine_says_what_is_left(make_world) -> Non
     assert status == 409
     source.allow(None)
     assert (await task).finish_reason == "length"
+
+
+async def test_drain_outlives_the_gateway(make_world) -> None:  # type: ignore[no-untyped-def]
+    """Killed in the midst of it: the next one takes the rest elsewhere, and places nothing there until it is undone."""
+    world, source, target = await pair(make_world)
+    target.follow_lag = 400
+    task, stream = await running(world, source, after=10, store=True)
+    drain = asyncio.create_task(world.post("/admin/engines/e0/drain", {}))
+    await world.until(lambda: followed(target, stream))
+    await world.kill_gateway()
+    await asyncio.gather(task, drain, return_exceptions=True)
+    target.follow_lag = 0
+    await world.start_gateway()
+    got = await world.events("GET", f"/v1/streams/{stream}")
+    assert got.ids == list(range(15))
+    assert [(move["to_engine"], move["why"]) for move in got.concordia["migrations"]] == [("e1", "drain")]
+    await world.until(lambda: state_is(world, "e0", "drained"))
+    assert (await world.post("/admin/engines/e0/restart", {}))[0] == 202
+    async with world.http.delete("/admin/engines/e0/drain") as response:
+        assert (await response.json())["state"] == "ready"
+    await world.kill_gateway()
+    await world.start_gateway()
+    await world.until(lambda: state_is(world, "e0", "ready"))
+
+
+async def state_is(world: World, engine: str, state: str) -> bool:
+    rows = (await world.get("/admin/engines"))["data"]
+    return any((row["id"], row["state"]) == (engine, state) for row in rows)
 
 
 async def test_a_wait_below_zero_is_refused(make_world) -> None:  # type: ignore[no-untyped-def]

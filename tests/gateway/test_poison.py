@@ -9,6 +9,7 @@ from gateway.poison import Death, Deaths, Incarnation, InFlight, Verdict, judge,
 from tests.gateway.conftest import Sse, World, chat
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_failover import pair
+from tests.gateway.test_migration import state_is
 
 FIRST, SECOND = Incarnation("e0", 1), Incarnation("e1", 1)
 ONCE = Deaths(5, (Death(FIRST),))
@@ -104,6 +105,50 @@ async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_worl
     monkeypatch.setattr(poison, "REPORT_WAIT_S", 0.05)
     _, task = await both_had_begun(make_world)
     assert (await task).errors[0]["code"] == "poison_request"
+
+
+async def test_next_suspect_is_tried_as_soon_as_the_one_before_is_cleared(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(poison, "REPORT_WAIT_S", 1000.0)
+    world, e0, e1 = await pair(make_world)
+    e0.allow(0)
+    e1.allow(0)
+    bodies = [chat(seed=n + 1) for n in range(2)]
+    tasks = [asyncio.create_task(world.events("POST", "/v1/chat/completions", body)) for body in bodies]
+    for engine in (e0, e1):
+        await world.until(lambda engine=engine: _submitted(engine, 2))
+        for sequence in engine.sequences.values():
+            engine._start(sequence)
+        await engine.kill(from_outside=False)
+    last = await world.engine("e0", 2, budget=0)
+    await world.until(lambda: _submitted(last, 1))
+    assert len(last.submits) == 1, "one at a time"
+    last.allow(1)
+    await world.until(lambda: _submitted(last, 2))
+    last.allow(None)
+    for task in tasks:
+        assert (await task).finish_reason == "length"
+
+
+async def test_request_cancelled_as_its_engine_died_may_have_been_it(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, e0, e1 = await pair(make_world)
+    e0.allow(0)
+    e1.allow(0)
+    bodies = [chat(seed=n + 1, store=True) for n in range(2)]
+    gone, neighbour = [asyncio.create_task(world.events("POST", "/v1/chat/completions", body)) for body in bodies]
+    for engine in (e0, e1):
+        await world.until(lambda engine=engine: _submitted(engine, 2))
+        for sequence in engine.sequences.values():
+            engine._start(sequence)
+        world.host.confirm_suspects = engine is e0
+        await engine.kill(from_outside=False, tell=engine is e0)
+    await world.until(lambda: state_is(world, "e1", "lost"))
+    async with world.http.delete(f"/v1/streams/{e0.submits[0].stream}") as response:
+        assert response.status == 200
+    world.host.down(e1, "killed")
+    world.host.gone(e1, from_outside=False)
+    await world.engine("e0", 2)
+    assert (await neighbour).finish_reason == "length"
+    await gone
 
 
 async def _suspected(world: World, count: int) -> bool:

@@ -2,7 +2,8 @@
 
 `die_at_start` in its settings' model_name makes it end before it is ready, `unsupported` as one that never can be;
 `mute` keeps it from beating after it is ready,
-`spin` makes it compute for ever without a beat.
+`spin` makes it compute for ever without a beat, `fail` report its device broken after a while,
+`linger` go on for ever once it was told to end, as one that drains.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,13 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
     while not ended.wait(0.02):
         if settings["model_name"] != "mute":
             page.count_step()
+        if settings["model_name"] == "fail" and page.step_count > 2 * FIRST_STEPS:
+            page.set_state("failed")
+            return 70
     page.set_state("draining")
+    while settings["model_name"] == "linger":
+        time.sleep(0.02)
+        page.beat()
     return 0
 
 

@@ -210,6 +210,17 @@ async def test_engine_that_computes_without_a_beat_is_slow_then_hung(paths: Path
         gateway.close()
 
 
+async def test_broken_device_is_what_the_engine_says_it_died_of(paths: Paths) -> None:
+    async with running(agent_settings(paths, nursery=False, engines=1, model_name="fail")):
+        await until("the host agent", paths.host_socket.exists)
+        gateway = await Gateway.connect(paths)
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.engine, down.incarnation, down.reason) == ("e0", 1, "device error")
+        gone = await gateway.next_of(messages.EngineGone)
+        assert (gone.exit, gone.from_outside) == (70, False)
+        gateway.close()
+
+
 async def test_engine_starved_of_processor_is_not_hung(paths: Paths) -> None:
     await beside_noise(paths, 3.0)
 
@@ -281,6 +292,31 @@ async def test_running_engines_are_adopted(paths: Paths) -> None:
         os.kill(before["e0"], signal.SIGKILL)
         await until("restart", lambda: all_ready(second) and second.watches["e0"].pid != before["e0"])
         assert second.watches["e0"].incarnation == 2
+
+
+async def test_engine_that_drains_is_adopted_and_its_end_is_told(paths: Paths) -> None:
+    settings = agent_settings(paths, nursery=False, engines=1, model_name="linger", stop_timeout_s=0.2)
+    first = Agent(settings)
+    task = asyncio.create_task(first.run())
+    await until("an engine", lambda: all_ready(first))
+    pid = first.watches["e0"].pid
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await _cancel_all_but_me()
+    page = StatusPage.open(paths.status("e0"))
+    os.kill(pid, signal.SIGTERM)
+    await until("its drain", lambda: page.state == "draining")
+    async with running(settings) as second:
+        await until("adoption", lambda: all_ready(second))
+        gateway = await Gateway.connect(paths)
+        up = await gateway.next_of(messages.EngineUp)
+        assert (up.pid, up.incarnation) == (pid, 1)
+        os.kill(pid, signal.SIGKILL)
+        down = await gateway.next_of(messages.EngineDown)
+        assert (down.incarnation, down.reason) == (1, "exited")
+        assert (await gateway.next_of(messages.EngineUp)).incarnation == 2
+        gateway.close()
 
 
 async def test_engines_with_other_settings_are_not_adopted(paths: Paths) -> None:

@@ -321,6 +321,8 @@ class Gateway:
             cluster.settings, self.table, "simulated", cluster.host.suspect, lambda name, incarnation: None,
             self.tasks.spawn, world,
         )  # fmt: skip
+        if cluster.durable_s:
+            self.dispatcher.before_end = self._settle
         if self.dispatcher.standbys is not None:
             self.dispatcher.standbys.pins = lambda: cluster.pins
         self.dispatcher.resume_all(self.table.load_live(), self.host_answered)
@@ -329,6 +331,10 @@ class Gateway:
     def hear(self, news: m.FromHost) -> None:
         if self.alive:
             self.dispatcher.on_host_news(news)
+
+    async def _settle(self, stream: Stream) -> None:
+        """An answer that is complete is made durable before it ends."""
+        await asyncio.sleep(self._cluster.draw.uniform(0.0, self._cluster.durable_s))
 
     def see_end_of(self, engine: Engine) -> None:
         """A pidfd: often before the host agent says anything."""
@@ -400,9 +406,14 @@ class Client:
 
 
 class Cluster:
-    """All of it. `draw` decides everything that chance decides."""
+    """All of it. `draw` decides everything that chance decides.
 
-    def __init__(self, seed: int, directory: Path, codec: TextCodec, engine_count: int, **settings: Any) -> None:
+    durable_s  that an answer waits at most before it ends (durability `turn`); 0: not at all
+    """
+
+    def __init__(
+        self, seed: int, directory: Path, codec: TextCodec, engine_count: int, durable_s: float, **settings: Any
+    ) -> None:
         self.draw = random.Random(seed)
         self.directory = directory
         self.codec = codec
@@ -413,6 +424,7 @@ class Cluster:
         self.engines: dict[str, Engine] = {}
         self.pins: frozenset[tuple[str, str]] = frozenset()
         self.opening = 0  # streams that will be opened yet
+        self.durable_s = durable_s
         self.host = Host(self)
         self.gateway = Gateway(self)
         for index in range(engine_count):
@@ -440,6 +452,7 @@ class Cluster:
         """Every submission that reaches an engine: an epoch has one owner."""
         known = self.epochs.get(submit.stream, 0)
         assert submit.epoch > known, f"{submit.stream}: epoch {submit.epoch} at {engine.name} after {known}"
+        assert len(submit.tokens) // 4 < submit.max_position, f"{submit.stream} is complete; {engine.name} is given it"
         self.epochs[submit.stream] = submit.epoch
 
     async def crash_gateway(self, away_s: float) -> None:

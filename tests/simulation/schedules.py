@@ -18,6 +18,7 @@ from gateway.migration import Move
 from gateway.tokenizer import TextCodec
 from tests.simulation.cluster import HANG_BOUND_S, Client, Cluster, Engine
 
+LATER = 0x1A7E4  # of what came to the schedules later: earlier seeds still stand for the same
 SPAN_S = 2.5  # faults fall into it; answers take about as long
 SEEN: Counter[str] = Counter()  # what has come to pass in this process, by name
 
@@ -29,7 +30,11 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
     policy = draw.choice(["cold", "warm", "hot"])
     deaths = 2 if poison else 1000
     engines = 1 if policy == "cold" else draw.randint(2, 4)
-    cluster = Cluster(seed, directory, codec, engines, failover=policy, poison_deaths=deaths, spares=draw.randint(0, 2))
+    later = random.Random(seed ^ LATER)
+    durable_s = later.choice([0.0, 0.0, 0.2])
+    cluster = Cluster(
+        seed, directory, codec, engines, durable_s, failover=policy, poison_deaths=deaths, spares=draw.randint(0, 2)
+    )
     poison_seed = 666_000 + seed if poison else None
     cluster.poison = poison_seed
     for engine in cluster.engines.values():
@@ -44,14 +49,16 @@ async def run_schedule(seed: int, directory: Path, codec: TextCodec, *, poison: 
     kinds = FROM_OUTSIDE if poison else FAULTS
     faults = [draw.choice(kinds) for _ in range(draw.randint(0 if poison else 1, 6))]
     tasks = [asyncio.create_task(_at(draw.uniform(0.0, SPAN_S), fault, cluster)) for fault in faults]
+    cancels = later.choice([0, 0, 1, 3])
+    tasks += [asyncio.create_task(_at(later.uniform(0.0, SPAN_S), cancel, cluster)) for _ in range(cancels)]
     await asyncio.sleep(SPAN_S)
     await asyncio.gather(*tasks)
     await cluster.finish()
     for client in cluster.clients.values():
         assert client.end is not None
         if client.spec.sampling.seed == poison_seed:
-            assert client.end.error_code == "poison_request", client.end
-        else:
+            assert client.end.error_code == "poison_request" or client.end.cause == "cancelled", client.end
+        elif client.end.cause != "cancelled":
             assert client.end.finish_reason in ("length", "stop"), client.end
             assert client.cursor == client.spec.max_position
     SEEN.update(["seeds", f"policy {policy}"])
@@ -221,6 +228,8 @@ async def move_idle(cluster: Cluster) -> None:
     session = IdleSession(client.spec.session, "default", "", m.pack_tokens(client.tokens))
     try:
         SEEN[f"idle: {await gateway.dispatcher.moves.move_idle(session, target, 1.0)}"] += 1
+    except ApiError:
+        SEEN["refused: an idle move"] += 1
     except TimeoutError:
         SEEN["idle: not parked in time"] += 1
 
@@ -243,9 +252,36 @@ async def drain(cluster: Cluster) -> None:
     name = cluster.draw.choice(sorted(cluster.engines))
     engine = gateway.dispatcher.engines.get(name)
     if engine is not None and engine.ready and gateway.alive:
+        engine.send(m.Drained(on=True))
         await gateway.dispatcher.moves.drain(engine, "simulated", 1.0)
-        if gateway.alive:  # a dead one would go on writing
+        await asyncio.sleep(1.0)  # that it was sent may take a while to be heard
+        await _undrain(cluster, name)
+
+
+async def _undrain(cluster: Cluster, name: str) -> None:
+    """By whatever gateway is there."""
+    while True:
+        gateway = cluster.gateway
+        engine = gateway.dispatcher.engines.get(name) if gateway.alive else None
+        if engine is not None and engine.ready:
+            engine.send(m.Drained(on=False))
             gateway.dispatcher.set_draining(engine, False)
+        await asyncio.sleep(1.0)
+        if not cluster.engines[name].drained and cluster.gateway is gateway and gateway.alive:
+            return
+
+
+async def cancel(cluster: Cluster) -> None:
+    """Somebody deletes a stream: one that waits for an engine, or is on its way to another, if there is one."""
+    if not cluster.gateway.alive or not cluster.gateway.table.live:
+        return
+    dispatcher, live = cluster.gateway.dispatcher, sorted(cluster.gateway.table.live)
+    moving = sorted(set(dispatcher.moves.moves).intersection(live))
+    waiting = sorted(set(dispatcher.pending).intersection(live))
+    chosen = next((streams for streams in (waiting, moving) if streams), live)
+    stream = cluster.gateway.table.live[cluster.draw.choice(chosen)]
+    SEEN[f"cancelled: {'waiting' if chosen is waiting else 'moving' if chosen is moving else 'running'}"] += 1
+    dispatcher.cancel(stream, "cancelled")
 
 
 async def refuse_follows(cluster: Cluster) -> None:

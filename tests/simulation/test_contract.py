@@ -144,3 +144,10 @@ def test_newer_epoch_takes_the_place_of_the_older(engine: Subject) -> None:
     engine.sent.clear()
     engine.steps(8)
     assert {output.epoch for output in outputs(engine)} == {2}
+
+
+def test_drain_is_told_to_the_next_gateway_until_it_is_undone(engine: Subject) -> None:
+    for on in (True, False):
+        engine.take(m.Drained(on=on))
+        engine.take(m.Attach("next"))
+        assert sent(engine, m.Hello)[-1].drained == on

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway import following, poison
+from gateway import following, migration, poison
 from gateway import journal as j
 from gateway.dispatch import Dispatcher
 from gateway.migration import Moves
@@ -51,6 +51,11 @@ def forgets_released_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "_on_released", lambda self, engine, message, move: engine.streams.pop(message.stream, None))
 
 
+def gives_away_what_is_complete(patch: pytest.MonkeyPatch) -> None:
+    """Moves answers that only wait until they are durable."""
+    patch.setattr(migration, "_is_over", lambda stream: stream.end is not None)
+
+
 def takes_every_death_for_an_engines_own(patch: pytest.MonkeyPatch) -> None:
     """Ends a request before it is known how its engines died."""
     patch.setattr(poison, "REPORT_WAIT_S", 0.0)
@@ -64,6 +69,7 @@ def takes_every_death_for_an_engines_own(patch: pytest.MonkeyPatch) -> None:
         loses_streams_of_a_dead_engine,
         never_lets_go_of_what_it_had_followed,
         forgets_released_streams,
+        gives_away_what_is_complete,
         takes_every_death_for_an_engines_own,
     ],
 )

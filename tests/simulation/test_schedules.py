@@ -32,6 +32,7 @@ OUTCOMES = {
     "move: moved", "move: ended", "move: source lost", "move: target lost", "move: target refused: no_slot",
     "move: source lost; recovered", "move: target lost; recovered", "move: target refused; the source goes on",
     "idle: moved", "parked", "refused: a move", "policy cold", "policy warm", "policy hot",
+    *(f"cancelled: {what}" for what in ("waiting", "moving", "running")),
     *(f"amid a move: {act}" for act in ("crash", "hang", "end", "lose", "gateway", "host", "keeper", "refuse")),
 }  # fmt: skip
 
