@@ -25,6 +25,7 @@ log = structlog.get_logger()
 
 CONNECT_TIMEOUT_S = 5.0
 CONNECT_RETRY_S = 0.05
+WORD_S = 0.02  # for the host agent, which knows of what it died and as a rule is first, before a pidfd alone counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,12 @@ class Membership:
             engine.pidfd = os.pidfd_open(engine.up.pid)
         except OSError:
             return  # gone already: the link's end follows
+        asyncio.get_running_loop().add_reader(engine.pidfd, self._process_gone, engine)
+
+    def _process_gone(self, engine: Engine) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(engine.pidfd, self._down, engine, "killed", 0.0, 0.0)
+        loop.remove_reader(engine.pidfd)
+        loop.call_later(WORD_S, self._down, engine, "killed", 0.0, 0.0)
 
     # ------------------------------------------------------------ down
 

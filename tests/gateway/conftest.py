@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -92,9 +93,10 @@ class World:
 
     async def engine(self, name: str, incarnation: int = 1, **options: Any) -> FakeEngine:
         budget, root, slots = options.pop("budget", None), options.pop("root", ""), options.pop("slots", 0)
+        pid = options.pop("pid", os.getpid())
         engine = FakeEngine(name, incarnation, self.directory, **options)
         engine.root, engine.slots = root or engine.root, slots or engine.slots
-        engine.budget = budget
+        engine.budget, engine.pid = budget, pid
         await engine.start()
         self.engines.append(engine)
         self.host.up(engine)

@@ -88,6 +88,7 @@ class FakeEngine:
         self.dead = False
         self.stopped = False
         self.drained = False
+        self.pid = os.getpid()  # as the host agent says
         self.host: FakeHost | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -358,7 +359,7 @@ class FakeHost:
         self._tell(m.EngineGone(engine.name, engine.incarnation, -9 if from_outside else -11, from_outside))
 
     def _up_message(self, engine: FakeEngine) -> m.EngineUp:
-        return m.EngineUp(engine.name, engine.incarnation, os.getpid(), str(engine.path))
+        return m.EngineUp(engine.name, engine.incarnation, engine.pid, str(engine.path))
 
     def _tell(self, message: m.Message) -> None:
         for writer in self._writers:

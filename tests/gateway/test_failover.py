@@ -8,6 +8,7 @@ import pytest
 import structlog.testing
 
 from engine import messages as m
+from gateway import membership
 from gateway.failover import Recovering, loss_of
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine
@@ -168,6 +169,31 @@ async def test_each_way_to_lose_an_engine_has_its_own_event_and_count(make_world
     for reason, cause in ways:
         assert await counted(world, f'engine_losses_total{{reason="{reason}"}}', before)
         assert not cause or await counted(world, f'engine_hangs_total{{cause="{cause}"}}', before)
+
+
+async def test_host_agent_says_what_it_died_of_though_its_pidfd_was_first(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Without its word, the end of the process is enough."""
+    monkeypatch.setattr(membership, "WORD_S", 0.5)
+    world = await make_world()
+    world.host.confirm_suspects = False
+    for incarnation, told in ((1, True), (3, False)):
+        process = await asyncio.create_subprocess_exec("sleep", "100")
+        engine = await world.engine("e0", incarnation, pid=process.pid, budget=2)
+        task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+        await world.until(lambda engine=engine: submitted(engine, 1))
+        process.kill()
+        await process.wait()
+        if told:
+            world.host._tell(m.EngineDown("e0", incarnation, "hung", 1.0, 0.1, "blocked"))
+        await world.until(lambda: lost_engine(world))
+        last = await world.engine("e0", incarnation + 1)
+        (recovery,) = (await task).concordia["recoveries"]
+        assert recovery["reason"] == ("hung" if told else "killed")
+        await last.kill()
+
+
+async def lost_engine(world: World) -> bool:
+    return (await world.get("/admin/engines"))["data"][0]["state"] == "down"
 
 
 async def counts(world: World) -> dict[str, float]:
