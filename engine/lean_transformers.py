@@ -9,9 +9,11 @@ one process with one device; if that changes, this goes. Main thread only. Sourc
 
 from __future__ import annotations
 
+import importlib.abc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,12 +81,39 @@ def models_read_once() -> Iterator[None]:
         import_utils.define_import_structure = read
 
 
+class _ReadQuickly(importlib.abc.MetaPathFinder):
+    """Lets transformers look for the names of each of its modules from where they stand on: it would look at a million lines."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "transformers.utils.import_utils":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: Any) -> None:
+            run(module)
+            fetch = module.fetch__all__
+            module.fetch__all__ = lambda text: fetch(_from_names_on(text))
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _from_names_on(text: str) -> str:
+    """A module's text from its `__all__` on, the last one, which is all that is read of it."""
+    return text[text.rfind("\n__all__") + 1 :]
+
+
 with nullcontext() if "transformers" in sys.modules else lean():
+    sys.meta_path.insert(0, _read_quickly := _ReadQuickly())
     with models_read_once():
         import transformers.models
     import transformers.generation.utils  # noqa: F401  every model imports it
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AttentionInterface
     from transformers.cache_utils import Cache
+
+    sys.meta_path.remove(_read_quickly)
 
 __all__ = ["AttentionInterface", "Cache", "lean"]

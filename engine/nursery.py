@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import json
 import os
 import selectors
@@ -28,7 +27,7 @@ from typing import Any
 
 import structlog
 
-from engine import pid_file
+from engine import lean_torch, pid_file
 from tiers.paths import Paths
 
 log = structlog.get_logger("nursery")
@@ -195,15 +194,11 @@ def import_engine(model_dir: str) -> Run:
     """Import all that an engine needs, the model's own module too, and give `engine.main.run`."""
     started = time.monotonic()
     gc.disable()  # nothing that is imported is garbage: looking for some among it takes an eighth of the time
+    lean_torch.import_lean()
     from engine import main as engine_main
-    from engine.lean_transformers import lean
 
-    with lean():
-        # torch does as a model's layers are made: once here, not in every engine
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
     _compile_renamings()
     _know_model(Path(model_dir))
-    gc.collect()
     gc.freeze()  # what is imported now is shared with the children, page by page, until somebody writes
     gc.enable()
     log.info("nursery.imported", seconds=round(time.monotonic() - started, 2))

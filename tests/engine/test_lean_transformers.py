@@ -10,23 +10,28 @@ import pytest
 import transformers
 from transformers.utils import import_utils
 
-from engine.lean_transformers import models_read_once
+from engine.lean_transformers import _from_names_on, models_read_once
 
+fetch = import_utils.fetch__all__
 pytestmark = pytest.mark.process
 
 PROGRAM = """
 import sys
 from pathlib import Path
+from engine import lean_torch
+
+lean_torch.import_lean()
 from engine.main import load
 from engine.settings import EngineSettings
 import torch
 
 load(Path(sys.argv[1]), "tiny", EngineSettings(device="cpu"))
-heavy = {"torch._dynamo", "torch.distributed.tensor", "torch._inductor"} & set(sys.modules)
-assert not heavy, heavy
+heavy = {"torch._dynamo", "torch.distributed.tensor", "torch._inductor", "torch._meta_registrations", "sympy"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 doubled = torch.compile(lambda value: value + value, backend="eager")
 assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
-assert "torch._dynamo" in sys.modules
+assert {"torch._dynamo", "torch._meta_registrations"} <= set(sys.modules)
+assert not lean_torch.whole()
 """
 
 
@@ -40,3 +45,9 @@ def test_transformers_is_told_what_it_would_have_read_of_its_models() -> None:
     with models_read_once():
         told = import_utils.define_import_structure(path)
     assert told == import_utils.define_import_structure(path) != {}
+
+
+def test_names_of_a_module_are_found_from_where_they_stand_on() -> None:
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("[a-d]*/*.py")):
+        text = path.read_text()
+        assert fetch(_from_names_on(text)) == fetch(text), path
