@@ -7,6 +7,7 @@ Source: docs/log-format.md
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from tiers.keys import Locked
 from tiers.layout import BlockId, RootId, SequenceId, block_chain, point_id
 from tiers.rebuild import TokenList
 from tiers.repair import ASIDE, Damaged, repair_store
-from tiers.values import Pin
+from tiers.values import Pin, TailPiece
 from tiers.view import View
 
 log = structlog.get_logger()
@@ -53,15 +54,19 @@ class Operations:
         with store.group(freeing=True) as group:
             info = group.root(root)
             sequences = _delete_session(group, namespace, session) if session else 0
-            ends = _ends(group, live_only=not session)
+            ends, needed = _needed(group, live_only=not session)
             if info is not None:
                 chain = block_chain(root, namespace, tokens, info.block_tokens)
                 packed = np.ascontiguousarray(tokens, "<i4").tobytes()
                 size = 4 * info.block_tokens
                 for at in range(len(chain) - 1, -1, -1):
-                    if at * info.block_tokens >= keep_tokens:
-                        tails += _delete_tails(group, chain[at], packed[at * size :])
-                        points += _delete_points(group, chain[at], packed[at * size :])
+                    start = at * info.block_tokens
+                    if start >= keep_tokens:
+                        rest = packed[at * size :]
+                        goes_on = chain[at] in ends or start == keep_tokens > 0 or bool(group.children(chain[at], 1))
+                        shared = max(_shared(group, chain[at], rest, needed), 0 if goes_on else -1)
+                        points += _delete_points(group, chain[at], rest, shared)
+                        tails += _delete_tails(group, chain[at], rest, needed)
                     is_kept = at == 0 or (at - 1) * info.block_tokens < keep_tokens or chain[at] in ends
                     if is_kept or self._in_use(group, chain[at]):
                         break
@@ -261,27 +266,39 @@ def _readable_base(view: View, key: SessionKey) -> Base | None:
         return None  # it is made again, or named by `verify`
 
 
-def _delete_tails(group: Group, parent: BlockId, rest: bytes) -> int:
-    """Delete the unfinished blocks after `parent` that say the same as `rest`, as far as both go."""
-    by_sequence: dict[SequenceId, list[Any]] = {}
+def _tails_of(group: Group, parent: BlockId) -> dict[SequenceId, list[TailPiece]]:
+    """Pieces of the unfinished blocks after `parent`, by sequence."""
+    found: dict[SequenceId, list[TailPiece]] = {}
     for piece in group.tails(parent):
-        by_sequence.setdefault(piece.sequence, []).append(piece)
+        found.setdefault(piece.sequence, []).append(piece)
+    return found
+
+
+def _shared(group: Group, parent: BlockId, rest: bytes, needed: set[SequenceId]) -> int:
+    """With how many tokens of `rest` an unfinished block after `parent` begins that something else needs; -1: there is none."""
+    tails = [pieces for sequence, pieces in _tails_of(group, parent).items() if sequence in needed]
+    said = [b"".join(piece.tokens for piece in pieces) for pieces in tails]
+    return max((len(os.path.commonprefix([rest, tokens])) // 4 for tokens in said), default=-1)
+
+
+def _delete_tails(group: Group, parent: BlockId, rest: bytes, needed: set[SequenceId]) -> int:
+    """Delete unfinished blocks after `parent` that say the same as `rest`, as far as both go, unless something else needs them."""
     deleted = 0
-    for pieces in by_sequence.values():
+    for sequence, pieces in _tails_of(group, parent).items():
         tokens = b"".join(piece.tokens for piece in pieces)
-        if rest.startswith(tokens) or tokens.startswith(rest):
+        if sequence not in needed and (rest.startswith(tokens) or tokens.startswith(rest)):
             for piece in pieces:
                 group.delete_tail(piece.key)
                 deleted += 1
     return deleted
 
 
-def _delete_points(group: Group, parent: BlockId, rest: bytes) -> int:
-    """Delete the rollback points in the block after `parent` that stand within `rest`."""
+def _delete_points(group: Group, parent: BlockId, rest: bytes, shared: int) -> int:
+    """Delete the rollback points in the block after `parent` that stand within `rest`, behind its first `shared` tokens."""
     deleted = 0
     for key, _ in group.points(parent):
         count = int.from_bytes(key[16:20], "big")
-        if 4 * count <= len(rest) and point_id(parent, rest[: 4 * count]) == key[20:]:
+        if shared < count and 4 * count <= len(rest) and point_id(parent, rest[: 4 * count]) == key[20:]:
             group.delete_point(key)
             deleted += 1
     return deleted
@@ -298,13 +315,14 @@ def _is_locked(group: Group, database: str, key: bytes) -> bool:
     return False
 
 
-def _ends(group: Group, *, live_only: bool) -> set[BlockId]:
-    """Last whole blocks of what is stored: of every sequence (or of those only that aren't closed) and of every base."""
-    ends: set[BlockId] = set()
-    for _, raw in group.scan("sequences"):
+def _needed(group: Group, *, live_only: bool) -> tuple[set[BlockId], set[SequenceId]]:
+    """(Last whole blocks, owners of the tails behind them) of all sequences, or of those only that aren't closed, and of all bases."""
+    ends, tails = set[BlockId](), set[SequenceId]()
+    for key, raw in group.scan("sequences"):
         progress = group.decode_progress(raw)
         if not (live_only and progress.closed):
             ends.add(BlockId(progress.parent))
+            tails.add(SequenceId(key))
     for key, _ in group.scan("bases"):
         try:
             base = group.base(SessionKey(key))
@@ -312,7 +330,9 @@ def _ends(group: Group, *, live_only: bool) -> set[BlockId]:
             continue
         if base is not None and base.blocks:
             ends.add(BlockId(base.blocks[-16:]))
-    return ends
+        if base is not None and base.tail:
+            tails.add(SequenceId(base.tail))
+    return ends, tails
 
 
 def _delete_session(group: Group, namespace: str, session: str) -> int:

@@ -140,6 +140,37 @@ def test_forget_takes_the_points_along(world: World) -> None:
     drain.close()
 
 
+def test_forget_keeps_what_another_session_that_says_the_same_has(world: World) -> None:
+    """A chat went on under another name; when that is deleted, the first has its last block and its points as before."""
+    lane = world.lane()
+    for name, ends in (("stays", (16, 21)), ("gone", (16, 23, 43))):
+        lane.append_open(sequence(name), 1, ROOT, SHAPE, BLOCK, "default", name, name, TOKENS[:0])
+        for start, end in itertools.pairwise((0, *ends)):
+            append_rows(lane, name, start, TOKENS[start:end])
+            append_point(lane, name, end, PointKind.MESSAGE, 100)
+        lane.append_close(sequence(name), 1, ends[-1])
+    drain = world.drained()
+    deleted = Operations(drain).forget(ROOT, "default", TOKENS, "gone")
+    drain.close()
+    assert deleted == {"blocks": 3, "tails": 1, "points": 2, "sequences": 1}
+    assert world.restorable(TOKENS) == 21
+    assert [point.position for point in points(world, TOKENS)] == [16, 21]
+    drain = world.drained()
+    Operations(drain).forget(ROOT, "default", TOKENS[:21], "stays")
+    assert drain.stats()["stored_points"] == drain.stats()["stored_blocks"] == 0
+    drain.close()
+    assert world.restorable(TOKENS) == 0
+
+
+def test_forget_keeps_the_point_at_the_end_of_a_block_where_a_fork_begins(world: World) -> None:
+    lane = capture(world)
+    lane.append_close(sequence("a"), 1, 43)
+    drain = world.drained()
+    assert Operations(drain).forget(ROOT, "default", TOKENS, "chat", keep_tokens=16)["points"] == 1
+    drain.close()
+    assert [point.position for point in points(world, TOKENS)] == [0, 5, 16]
+
+
 def test_model_without_rows_has_blocks_and_points_all_the_same(world: World) -> None:
     lane = world.lane()
     bare = Layout((), state_bytes=100)
