@@ -24,6 +24,7 @@ from ops import cuda_lane
 from ops.client import base_url
 from ops.config import Config
 from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError
+from ops.models import Model
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, counted, print_welcome
 from ops.status import engine_state
@@ -48,7 +49,7 @@ class Supervisor:
 
     def __init__(self, config: Config, model_dir: Path, model_name: str) -> None:
         self.config = config
-        self._model_dir = model_dir
+        self._model = Model(model_dir, model_name)
         self._paths = config.paths
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
@@ -139,8 +140,9 @@ class Supervisor:
                     await asyncio.sleep(POLL_S)
         self._host.proved = self._gateway.proved = True
         log.info("serve.ready", seconds=round(time.monotonic() - started, 1), url=base_url(self.config))
-        print_welcome(base_url(self.config), self.config, self._model_dir, seconds=time.monotonic() - started)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody reads it: that ends no server
+            print_welcome(base_url(self.config), self.config, self._model, seconds=time.monotonic() - started)
+            sys.stdout.flush()
 
     async def _healthy(self, client: aiohttp.ClientSession) -> bool:
         if not any(engine_state(self._paths, name) == "ready" for name in self._engines()):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from ops.config import Config
+from ops.models import Model
 
 # Into a file or a pipe nothing is folded at 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 200)
@@ -51,7 +52,8 @@ class Progress:
         if self._status is not None:
             self._status.update(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it: that ends no server
+                print(text, file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -116,9 +118,9 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
     return shown
 
 
-def print_welcome(url: str, config: Config, model_dir: Path, *, seconds: float) -> None:
+def print_welcome(url: str, config: Config, model: Model, *, seconds: float) -> None:
     """What to try, once the gateway can serve."""
-    curl, python = examples(url, config, model_dir)
+    curl, python = examples(url, config, model)
     if not console.is_terminal:
         print(f"concordia serves at {url} (after {seconds:.1f} s)\n\n{curl}\n\n{python}\n", flush=True)
         return
@@ -130,12 +132,12 @@ def print_welcome(url: str, config: Config, model_dir: Path, *, seconds: float) 
     console.print(f"\nKill an engine while it answers:  kill -9 $(jq .pid {config.paths.pid_file('e0')})\n")
 
 
-def examples(url: str, config: Config, model_dir: Path) -> tuple[str, str]:
+def examples(url: str, config: Config, model: Model) -> tuple[str, str]:
     """(a curl command, lines of Python) that this model answers: a chat, or a text to go on with where it knows no chat."""
     from gateway.chat_template import has_chat_template
 
-    has_text = (model_dir / "tokenizer.json").exists()
-    if has_text and has_chat_template(model_dir):
+    has_text = (model.directory / "tokenizer.json").exists()
+    if has_text and has_chat_template(model.directory):
         method, body = "chat.completions", '"messages": [{"role": "user", "content": "Tell me about the sea."}]'
         arguments, part_text = 'messages=[{"role": "user", "content": "Hello"}]', "delta.content"
     else:  # without a tokenizer a prompt is token ids
@@ -143,16 +145,15 @@ def examples(url: str, config: Config, model_dir: Path) -> tuple[str, str]:
         method, part_text = "completions", "text"
         arguments = "max_tokens=64, prompt=" + ('"Once upon a time"' if has_text else "[1, 2, 3]")
     key = ' \\\n  -H "Authorization: Bearer $CONCORDIA_API_KEY"' if config.gateway.api_key else ""
-    model = config.model if "/" not in config.model and not config.model.endswith(".gguf") else "default"
     curl = (
         f"curl -N {url}/v1/{method.replace('.', '/')} -H 'Content-Type: application/json'{key} \\\n"
-        f"""  -d '{{"model": "{model}", "stream": true, {body}}}'"""
+        f"""  -d '{{"model": "{model.name}", "stream": true, {body}}}'"""
     )
     api_key = 'os.environ["CONCORDIA_API_KEY"]' if config.gateway.api_key else '"-"'
     imports = "import os\n\nimport openai" if config.gateway.api_key else "import openai"
     python = (
         f'{imports}\n\nclient = openai.OpenAI(base_url="{url}/v1", api_key={api_key})\n'
-        f'for part in client.{method}.create(model="{model}", stream=True, {arguments}):\n'
+        f'for part in client.{method}.create(model="{model.name}", stream=True, {arguments}):\n'
         f'    print(part.choices[0].{part_text} or "", end="", flush=True)'
     )
     return curl, python

@@ -22,6 +22,7 @@ from engine import pid_file
 from engine.status_page import StatusPage
 from ops import cli, config, serve, show
 from ops.errors import AlreadyRunning
+from ops.models import Model
 from ops.processes import FileLock
 from tiers.paths import Paths
 
@@ -370,9 +371,11 @@ def _ports(arguments: list[str]) -> list[str]:
 def test_the_welcome_shows_what_the_model_answers(files: tuple[str, ...], tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_text("{}")
-    curl, python = show.examples("http://x", config.load({}, environment={}), tmp_path)
+    found = config.load({"model": str(tmp_path)}, environment={})
+    curl, python = show.examples("http://x", found, Model(tmp_path, "its-name"))
     compile(python, "welcome", "exec")
     body = json.loads(curl[curl.index("-d '") + 4 : -1])
+    assert body["model"] == "its-name" and 'model="its-name"' in python
     if len(files) == 2:
         assert ("/v1/chat/completions" in curl, "chat.completions.create" in python, "messages" in body) == (True,) * 3
         return
