@@ -130,8 +130,7 @@ class Nursery:
         assert len(os.listdir("/proc/self/task")) == 1, (
             "a nursery with threads must not fork: something ran a torch operation"
         )
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         pid = os.fork()
         if pid == 0:
             self._be_engine(engine, incarnation)
@@ -154,8 +153,7 @@ class Nursery:
             if not isinstance(error, SystemExit):
                 traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(code)
 
     def _let_go(self) -> None:
@@ -169,6 +167,13 @@ class Nursery:
         self._wake_write.close()
         self._selector.close()
         os.setsid()
+
+
+def _flush() -> None:
+    """Nothing that waits to be written is to be written twice. What the disk refuses is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def _listen(path: Path) -> socket.socket:
