@@ -542,6 +542,10 @@ class Engine:
         )
         sequence.restore = None
         self.link.send(sequence.started)
+        log.debug(
+            "restore.done", stream=submit.stream, epoch=submit.epoch, verdict=sequence.started.verdict,
+            reused=sequence.started.reused, position=sequence.computed, ms=round(restore_ms, 3),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ compute
 
@@ -691,6 +695,10 @@ class Engine:
         known = max(sequence.submit.prompt_count, sequence.started.prefill_start)
         forced = max(0, sequence.submitted_count - known)
         self.link.send(m.Forced(*sequence.key, token_count=forced, ms=elapsed_ms))
+        stage = "force.done" if forced else "prefill.done"
+        log.debug(
+            stage, stream=sequence.submit.stream, position=sequence.computed, forced=forced, ms=round(elapsed_ms, 3)
+        )
 
     # ------------------------------------------------------------ the end of a sequence
 
@@ -724,6 +732,7 @@ class Engine:
             slot.stored = max(slot.stored, cursor.position)
             self.capture.settle()
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
+            log.debug("capture.done", stream=cursor.stream, position=cursor.position, computed=slot.length)
         if not sequence.submit.capture:
             self._vacate(slot)
         self._keep_to_memory(sequence.submit.namespace)

@@ -202,7 +202,8 @@ def _translate(request: web.Request, error: web.HTTPException) -> ApiError:
         return not_found(f"there is no endpoint {request.method} {request.path}; see docs/api.md", "unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        return ApiError(405, f"{request.path} does not take {request.method}; use {allowed}", code="method_not_allowed")
+        message = f"{request.path} does not take {request.method}; use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", allowed=allowed)
     return ApiError(error.status, error.reason or "error", code="http_error")
 
 

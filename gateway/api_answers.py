@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import structlog
 from aiohttp import web
 
 from gateway import metrics
@@ -19,6 +20,8 @@ from gateway.grammar import constrained
 from gateway.journal import GroupSpec, StreamSpec
 from gateway.sse import end_error
 from gateway.streams import Stream
+
+log = structlog.get_logger()
 
 # Tokenizing this much takes some 30 ms: longer bodies are tokenized beside the event loop.
 LONG_BODY_BYTES = 64 << 10
@@ -43,7 +46,12 @@ async def _answer(request: web.Request, kind: str) -> web.StreamResponse:
     answered = gateway.groups.open(group_spec, streams) if group_spec else streams[0]
     request[STREAM] = answered.id
     firsts = answered.firsts if isinstance(answered, Group) else streams
-    metrics.prompt_tokens.inc(sum(stream.prompt_count for stream in firsts))
+    prompt_tokens = sum(stream.prompt_count for stream in firsts)
+    metrics.prompt_tokens.inc(prompt_tokens)
+    log.debug(
+        "admit.accepted", stream=answered.id, kind=kind, session=specs[0].session or None, streams=len(streams),
+        prompt_tokens=prompt_tokens, streamed=specs[0].streamed,
+    )  # fmt: skip
     if specs[0].session:
         gateway.sessions.begin_turn(streams[0], [stream.id for stream in streams[1:]])
     for stream in streams:

@@ -102,6 +102,7 @@ async def park_session(request: web.Request) -> web.Response:
     if stored is None:  # all that was captured is drained
         stored = captured or record.captured
     gateway.sessions.park(record.session, stored, stored)
+    log.info("park.done", session=record.session, slots_freed=slots, position=stored)
     view = session_view(gateway, record, caller)
     return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": shown})
 

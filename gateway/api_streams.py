@@ -12,7 +12,7 @@ from gateway import metrics
 from gateway.api import CALLER, GATEWAY, STREAM, asks_all, find_stream, json_response, stream_headers
 from gateway.api_answers import client_left, form_of, parts_of
 from gateway.choices import Group
-from gateway.delivery import serve_events
+from gateway.delivery import EVENT_HEADERS, serve_events
 from gateway.errors import bad_request, quoted
 from gateway.streams import Stream
 from gateway.tenancy import own_name
@@ -38,6 +38,8 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
         view = {**form_of(gateway, stream).answer(stream), "stream": stream_view(stream)}
         return json_response(view, headers=stream_headers(stream))
     _check_end(request, stream, form_of(gateway, stream).ready_count(stream) - 1, cursor)
+    if request.method == "HEAD":  # it reads nothing, so nobody leaves when it is answered
+        return web.Response(headers={**stream_headers(stream), **EVENT_HEADERS})
     metrics.resumed_readers.labels(stream.state).inc()
     keepalive_s = gateway.config.gateway.keepalive_s
     try:
@@ -101,7 +103,7 @@ def _last_event_id(stream: Stream) -> int:
 
 
 def _cursor(request: web.Request) -> int:
-    """The last event that the client has; -1: none. `?from=` wins over the header; an empty header is none, as browsers send it."""
+    """The last event that the client has; -1: none. An empty header is none, as browsers send it."""
     name = _cursor_name(request)
     text = request.query["from"] if name == "from" else request.headers.get(name, "")
     if name != "from" and not text.strip():
@@ -125,7 +127,9 @@ def _check_end(request: web.Request, stream: Stream | Group, last: int, cursor: 
 
 
 def _cursor_name(request: web.Request) -> str:
-    return "from" if "from" in request.query else "Last-Event-ID"
+    """The header wins: a browser that comes back sends the address as it was first given, and what it has seen since in the header."""
+    seen = request.headers.get("Last-Event-ID", "").strip()
+    return "from" if "from" in request.query and not seen else "Last-Event-ID"
 
 
 def _wants_json(request: web.Request) -> bool:

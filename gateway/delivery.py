@@ -22,6 +22,11 @@ from gateway.streams import Reader
 BUFFER_LIMIT_BYTES = 128 << 10
 EVENTS_A_WRITE = 256
 STALL_LIMIT_S = 600.0  # a client that took nothing for so long is gone
+EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 
 class Followed(Protocol):
@@ -114,14 +119,7 @@ async def serve_events(
     keepalive_s: float = 5.0,
 ) -> web.StreamResponse:
     """Follow a stream from event `start` to its end. Cancelled when the client leaves."""
-    response = web.StreamResponse(
-        headers={
-            **headers,
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-    )
+    response = web.StreamResponse(headers={**headers, **EVENT_HEADERS})
     writer = await response.prepare(request)
     assert writer is not None
     reader = SseReader(stream, form, request, start)

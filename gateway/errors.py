@@ -33,24 +33,35 @@ class ApiError(Exception):
     """An answer that is an error. message tells the user what to do; code is for programs."""
 
     def __init__(
-        self, status: int, message: str, *, code: str = "", param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str = "",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        allowed: str = "",
     ) -> None:
+        """allowed: methods of a path that another one was sent to (RFC 9110 has them told in a header)."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code or None
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allowed = allowed
 
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kind = TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message.encode(errors="backslashreplace").decode()  # an address may be no text
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return {**headers, "Allow": self.allowed} if self.allowed else headers
 
 
 def quoted(value: object) -> str:

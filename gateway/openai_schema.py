@@ -208,7 +208,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     _check_range("max_completion_tokens", request.max_completion_tokens, 1, INTEGER_LIMIT)
     _check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_LIMIT)
     _check_start(request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
     return request
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from engine import messages as m
@@ -439,3 +440,45 @@ def test_a_choice_that_lost_its_engine_goes_on_as_it_would_have(start_engine: St
     spare.run()
     for name in seeds:
         assert serving.tokens(name) + spare.tokens(name) == calm.tokens(name)
+
+
+def test_computing_is_preferred_where_restoring_is_measured_to_be_slower(start_engine: Start, keeper) -> None:  # type: ignore[no-untyped-def]
+    prompt = random_tokens(70, 200)
+    first = start_engine()
+    first.handle(submit("s", prompt, 4))
+    first.run()
+    first.close()
+    keeper()
+    second = start_engine("second", restore="measured")
+    second.engine.speeds.restore_bytes_per_s = 1.0
+    second.handle(submit("t", prompt, 4))
+    second.run()
+    started = second.started("t")
+    assert (started.verdict, started.reused, started.recomputed) == ("recomputed", {}, 200)
+    assert started.reason == "computing is faster than restoring here"
+    assert second.tokens("t") == first.tokens("s")
+    third = start_engine("third", restore="measured")
+    third.engine.speeds.restore_bytes_per_s = 1e15
+    third.handle(submit("u", prompt, 4))
+    third.run()
+    assert sum(third.started("u").reused.values()) == 199
+
+
+def test_each_stage_is_an_event_in_the_log(start_engine: Start) -> None:
+    prompt = random_tokens(71, 80)
+    with capture_logs() as events:
+        first = start_engine()
+        first.handle(submit("s", prompt, 12))
+        first.run_until_token("s", 6)
+        known = first.tokens("s")
+        first.close()
+        second = start_engine("second")
+        second.handle(submit("s", prompt + known, 12, epoch=2, prompt_count=len(prompt), prefill_start=0))
+        second.run()
+    told = [event for event in events if event.get("stream") == "s"]
+    assert [event["event"] for event in told] == [
+        *("restore.done", "prefill.done"),
+        *("restore.done", "force.done", "capture.done"),
+    ]
+    assert told[2]["reused"] == {"lane": 85} and told[3]["forced"] == 1
+    assert told[4]["position"] == told[4]["computed"] == 92

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.plan import Kinds, Plan, Resident, Stored, make_plan
+from engine.restore import Speeds, worth_restoring
 from tiers.layout import ALL_GROUPS
 from tiers.prefix import Extent, PointRef
 
@@ -90,3 +91,18 @@ def test_only_positions_that_keep_the_first_times_cuts_serve_a_recovery() -> Non
 def test_nothing_held_is_computed_from_the_start(kinds: Kinds) -> None:
     made = plan(kinds, Resident(), Stored())
     assert (made.goal, made.device, made.from_tiers, made.reason) == (0, 0, False, "")
+
+
+def test_what_is_measured_decides_whether_restoring_pays() -> None:
+    speeds = Speeds(prefill_tokens_per_s=1000.0, restore_bytes_per_s=1e9)
+    assert worth_restoring(100, 99_000_000, speeds)
+    assert not worth_restoring(100, 101_000_000, speeds)
+    assert not worth_restoring(0, 0, speeds)
+    for _ in range(40):
+        speeds.saw_restore(1 << 20, (1 << 20) / 1e8)
+    assert not worth_restoring(100, 20_000_000, speeds), "the disk has become slower"
+    for _ in range(40):
+        speeds.saw_prefill(256, 2.56)
+    assert worth_restoring(100, 20_000_000, speeds), "so has computing"
+    speeds.saw_prefill(8, 1e-6)  # of so few tokens a time says nothing
+    assert worth_restoring(100, 20_000_000, speeds)

@@ -34,9 +34,14 @@ async def test_errors_over_http_have_one_shape(world: World) -> None:
     for status, code, sent in cases:
         got, _, answer = await world.post("/v1/chat/completions", sent)
         assert (got, answer["error"]["code"]) == (status, code)
-    for method, path, status in [("GET", "/v2", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/streams/zz", 404)]:
+    for method, path, status, allowed in [
+        ("GET", "/v2", 404, None),
+        ("GET", "/v1/completions", 405, "POST"),
+        ("OPTIONS", "/v1/sessions/x", 405, "DELETE, GET, HEAD"),
+        ("GET", "/v1/streams/zz", 404, None),
+    ]:
         async with world.http.request(method, path) as response:
-            assert response.status == status
+            assert (response.status, response.headers.get("Allow")) == (status, allowed)
             assert (await response.json())["error"]["message"]
 
 

@@ -231,7 +231,7 @@ def test_a_prompt_is_text_or_token_ids_or_a_list_of_these(given: Any, prompts: l
 
 def test_what_changes_nothing_is_taken() -> None:
     neutral = {name: values[0] for name, values in schema.UNSERVED.items() if values}
-    schema.parse_chat(json.dumps({**CHAT, **neutral}).encode())
+    schema.parse_chat(json.dumps({**CHAT, **neutral, "top_logprobs": 0}).encode())
     schema.parse_completion(json.dumps({**TEXT, **neutral, "echo": True, "logprobs": None}).encode())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+from structlog.testing import capture_logs
+
 from engine import messages as m
 from gateway import metrics
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
@@ -230,3 +232,40 @@ async def test_cursor_that_is_none_or_nonsense(world: World) -> None:
         async with world.http.get(path, params={"from": query}) as response:
             assert response.status == 400
             assert (await response.json())["error"]["param"] == "from"
+
+
+async def test_a_browser_that_comes_back_goes_on_from_what_it_saw_last(world: World) -> None:
+    """It sends the address as it was first opened, with `?from=`, and the last id in the header."""
+    sse = await world.events("POST", "/v1/chat/completions", chat())
+    path = f"/v1/streams/{sse.headers['X-Stream-Id']}"
+    again = await world.events("GET", path, params={"from": "3"}, headers={"Last-Event-ID": "9"})
+    assert again.events == sse.events[10:]
+    first = await world.events("GET", path, params={"from": "3"}, headers={"Last-Event-ID": ""})
+    assert first.events == sse.events[4:]
+
+
+async def test_head_of_a_stream_reads_nothing_and_ends_nothing(world: World) -> None:
+    world.engines[0].allow(5)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    stream_id = await world.until(lambda: delivered(world, 5))
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+    for path in (
+        f"/v1/streams/{stream_id}",
+        "/v1/models",
+    ):  # on one connection: a body would be taken for the next answer
+        writer.write(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert head.startswith("HTTP/1.1 200"), head
+        assert ("text/event-stream" in head) is (stream_id in path)
+    writer.close()
+    world.engines[0].allow(None)
+    assert (await task).finish_reason == "length"
+
+
+async def test_each_stage_of_a_request_is_an_event_in_the_log(world: World) -> None:
+    with capture_logs() as events:
+        await world.post("/v1/chat/completions", chat(stream=False, session_id="s"))
+    wanted = ["admit.accepted", "place.submitted", "place.started", "deliver.ended", "request.done"]
+    told = [event for event in events if event["event"] in wanted]
+    assert [event["event"] for event in told] == wanted
+    assert len({event["stream"] for event in told}) == 1
