@@ -344,6 +344,40 @@ async def state_is(world: World, engine: str, state: str) -> bool:
     return any((row["id"], row["state"]) == (engine, state) for row in rows)
 
 
+async def test_what_comes_under_an_old_epoch_counts_for_nothing(make_world) -> None:  # type: ignore[no-untyped-def]
+    """From the engine that has the stream now, and from the one that had it, at a gateway that finds both."""
+    world, source, target = await pair(make_world)
+    task, stream = await running(world, source, store=True)
+    stale = source.sequences[stream]
+    target.allow(1)
+    assert (await migrate(world, stream, "e1"))[1]["outcome"] == "moved"
+    target.send(m.Refused(stream, 1, "failed", "late"))
+    target.send(m.Captured([(stream, 2, 20), (stream, 1, 9999)]))
+    await world.until(lambda: captured(world, "e1", 20))
+    stale.draw()
+    source.sequences[stream] = stale
+    await world.kill_gateway()
+    await asyncio.gather(task, return_exceptions=True)
+    source.allow(0)
+    await world.start_gateway()
+    await world.until(lambda: cancelled(source, stream))
+    target.allow(None)
+    got = await world.events("GET", f"/v1/streams/{stream}")
+    assert (got.finish_reason, got.ids) == ("length", list(range(15)))
+    assert [submit.epoch for submit in target.submits] == [2]
+
+
+async def captured(world: World, engine: str, position: int) -> bool:
+    rows = (await world.get("/admin/engines"))["data"]
+    (stream,) = next(row["streams"] for row in rows if row["id"] == engine)
+    assert stream["captured"] <= position
+    return stream["captured"] == position
+
+
+async def cancelled(engine: FakeEngine, stream: str) -> bool:
+    return any((cancel.stream, cancel.epoch) == (stream, 1) for cancel in engine.cancels)
+
+
 async def test_a_wait_below_zero_is_refused(make_world) -> None:  # type: ignore[no-untyped-def]
     world = await make_world()
     await world.engine("e0")

@@ -166,6 +166,34 @@ async def test_live_streams_come_before_idle_sessions(make_world) -> None:  # ty
     await until_follows(world, "e1", "a", "b")
 
 
+async def test_slot_of_a_stream_that_ended_protects_another_one_that_had_none(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(failover="hot")
+    owner, standby = await world.engine("e0"), await world.engine("e1", slots=1)
+    owner.allow(2)
+    tasks = [
+        asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(seed=n, max_tokens=300))) for n in (1, 2)
+    ]
+
+    async def both() -> bool:
+        return len(owner.submits) == 2 and len(standby.follows) == 1
+
+    await world.until(both)
+    assert "concordia_streams_unprotected 1.0" in await (await world.http.get("/metrics")).text()
+    (first,) = standby.follows
+    async with world.http.delete(f"/v1/streams/{first}") as response:
+        assert response.status == 200
+    (second,) = {submit.stream for submit in owner.submits} - {first}
+
+    async def other() -> bool:
+        return list(standby.follows) == [second]
+
+    await world.until(other)
+    assert "concordia_streams_unprotected 0.0" in await (await world.http.get("/metrics")).text()
+    owner.allow(None)
+    for task in tasks:
+        await task
+
+
 @pytest.mark.parametrize("end", ["park", "delete"])
 async def test_session_that_leaves_the_devices_is_followed_no_longer(make_world, end: str) -> None:  # type: ignore[no-untyped-def]
     world, _, standby = await hot(make_world)
