@@ -48,6 +48,7 @@ from tiers.paths import Paths
 
 log = structlog.get_logger("host")
 
+SERVING = ("ready", "draining")  # states of a page; an adopted engine may be about to end
 POLL_S = 0.01  # state of a page, or of the nursery's child, that is about to change
 REAP_LOOKS = 500  # until the nursery has noticed what the host agent has noticed
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
@@ -127,10 +128,7 @@ class EngineWatch:
         while not self._main_gone.is_set():
             if self._page is None:
                 self._open_page()
-            if self._page is not None and self._page.state in (
-                "ready",
-                "draining",
-            ):  # an adopted one may be about to end
+            if self._page is not None and self._page.state in SERVING:
                 self.ready = True
                 return True
             if time.monotonic() > deadline:

@@ -109,6 +109,7 @@ async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_worl
 
 async def test_next_suspect_is_tried_as_soon_as_the_one_before_is_cleared(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(poison, "REPORT_WAIT_S", 1000.0)
+    monkeypatch.setattr("gateway.dispatch.SETTLE_S", 0.0)
     world, e0, e1 = await pair(make_world)
     e0.allow(0)
     e1.allow(0)

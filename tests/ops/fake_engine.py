@@ -3,7 +3,7 @@
 `die_at_start` in its settings' model_name makes it end before it is ready, `unsupported` as one that never can be;
 `mute` keeps it from beating after it is ready,
 `spin` makes it compute for ever without a beat, `fail` report its device broken after a while,
-`linger` go on for ever once it was told to end, as one that drains.
+`linger` go on for a minute once it was told to end, as one that drains.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def run(engine: str, incarnation: int, settings: dict[str, Any]) -> int:
             page.set_state("failed")
             return 70
     page.set_state("draining")
-    while settings["model_name"] == "linger":
+    until = time.monotonic() + 60.0
+    while settings["model_name"] == "linger" and time.monotonic() < until:
         time.sleep(0.02)
         page.beat()
     return 0
