@@ -41,6 +41,7 @@ from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
 from gateway.errors import ApiError
 from gateway.host_link import HostLink
+from gateway.http_log import HttpLog
 from gateway.journal_sync import JournalSync
 from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
@@ -87,6 +88,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         make_app(gateway),
         handler_cancellation=True,
         access_log=None,
+        logger=HttpLog(),
         shutdown_timeout=0.1,
         keepalive_timeout=75.0,
         auto_decompress=False,  # gateway/encodings.py

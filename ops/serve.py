@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -162,18 +163,29 @@ class Supervisor:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise AlreadyRunning if the port can't be had; better now than in a child's log."""
+    """Raise AlreadyRunning if the port can't be had, ConfigError if the host isn't here; better now than in a child's log."""
     if port == 0:
         raise OpsError("port 0 can't be served: clients need to know the port; give one by --port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise _other_host(host, error) from error
+    try:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _other_host(host, error) from error
         raise AlreadyRunning(
             f"{host}:{port} can't be listened on ({error.strerror or error}); choose another with --port"
         ) from error
+
+
+def _other_host(host: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"gateway.host {host} is no address of this machine ({error.strerror}); choose another with --host"
+    )
 
 
 def check_sockets(config: Config) -> None:
@@ -239,7 +251,11 @@ def refuse_early(config: Config) -> None:
 def serve(config: Config, model_dir: Path, model_name: str) -> None:
     """Serve until SIGTERM or SIGINT. Raises OpsError."""
     refuse_early(config)
-    config.paths.make()
+    try:
+        config.paths.make()
+    except OSError as error:
+        place = f"{error.filename}: {error.strerror}"
+        raise OpsError(f"{place}; name directories that can be written to by --data-dir and --lane-dir") from error
 
     async def run() -> None:
         await Supervisor(config, model_dir, model_name).run()

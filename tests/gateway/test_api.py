@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.app import Refused, check_listen
 from gateway.config import GatewayConfig, is_loopback
@@ -53,6 +54,22 @@ async def test_body_that_is_not_what_its_encoding_says_is_the_clients_error(worl
     bomb = gzip.compress(b" " * (9 << 20), 1)
     got, _, answer = await world.post("/v1/completions", bomb, headers={"Content-Encoding": "gzip"})
     assert (got, answer["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_bytes_that_are_no_http_are_one_line_in_the_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with capture_logs() as events:
+        for sent in (
+            b"GET /\xff HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+            b"\x16\x03\x01\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            writer.write(sent)
+            assert (await reader.read()).startswith(b"HTTP/1.0 400")
+            writer.close()
+    said = [event["error"] for event in events if event["event"] == "request.malformed"]
+    assert len(said) == 2 and all(len(error) <= 200 for error in said), "TLS at a port for HTTP is not worth a line"
+    assert not caplog.records
 
 
 async def test_what_is_json_and_not_what_an_operator_sends_has_one_code(world: World) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from click.testing import CliRunner, Result
 
 from gateway.sessions import SessionFile, SessionRecord
@@ -24,6 +25,17 @@ from tests.tiers.sample import BLOCK, World, some_tokens
 from tiers import keeper_client
 from tiers.errors import KeeperAway
 from tiers.paths import Paths
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Commands that run in this process set the log up; other tests look at all events."""
+    before, was_configured = structlog.get_config(), structlog.is_configured()
+    yield
+    structlog.reset_defaults()
+    if was_configured:
+        structlog.configure(**before)
+    structlog.contextvars.clear_contextvars()
 
 
 @dataclass

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from engine import pid_file
 from engine.status_page import StatusPage
 from ops import cli, config, serve, show
-from ops.errors import AlreadyRunning
+from ops.errors import AlreadyRunning, OpsError
 from ops.models import Model
 from ops.processes import FileLock
 from tiers.paths import Paths
@@ -274,7 +274,12 @@ def test_a_refused_serve_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--lane-dir", "/dev/shm/" + "x" * 90), "is too long"), (("--device", "cuda:9"), "engine.device is cuda:9")],
+    [
+        (("--lane-dir", "/dev/shm/" + "x" * 90), "is too long"),
+        (("--device", "cuda:9"), "engine.device is cuda:9"),
+        (("--host", "192.0.2.1", "--api-key", "x"), "choose another with --host"),
+        (("--host", "no host", "--api-key", "x"), "choose another with --host"),
+    ],
 )
 def test_what_can_never_serve_is_refused_before_anything_is_made(
     flags: tuple[str, ...], said: str, tmp_path: Path
@@ -289,6 +294,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OpsError, match="/proc/nobodys: .*--data-dir"):
+        serve.serve(
+            config.load({"data_dir": "/proc/nobodys", "gateway.port": free_port()}, environment={}), tmp_path, "x"
+        )
 
 
 def test_a_taken_port_is_said_at_once() -> None:

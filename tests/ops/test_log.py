@@ -5,20 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from ops import log
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = structlog.get_config()
-    yield
-    structlog.configure(**before)
-    structlog.contextvars.clear_contextvars()
 
 
 def test_a_full_disk_and_a_reader_that_is_gone_end_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
