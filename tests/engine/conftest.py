@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from engine import main
-from engine.model import load
+from engine.arena import Arena
+from engine.attention import ArenaCache
+from engine.check import self_check
+from engine.model import Model, load
 from tests.engine.driver import EngineDriver
 from tests.system.harness import build_tiny_model
 from tiers.drain import Drain
@@ -19,6 +22,14 @@ from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
 
 load_once = cache(load)
+_checked: dict[int, Model] = {}
+
+
+def check_once(model: Model, arena: Arena, cache: ArenaCache) -> None:
+    """`self_check` of a module that no engine of this process has checked yet; a run has hundreds of them on a few modules."""
+    if id(model) not in _checked:
+        self_check(model, arena, cache)
+        _checked[id(model)] = model  # alive, so that no other gets its id
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +62,9 @@ def keeper(drain: Drain) -> Callable[[], object]:
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of one test process that are started with the same settings share the module: it is loaded once."""
+    """Engines of one test process that are started with the same settings share the module: it is loaded and checked once."""
     monkeypatch.setattr(main, "load", load_once)
+    monkeypatch.setattr(main, "self_check", check_once)
 
 
 @pytest.fixture

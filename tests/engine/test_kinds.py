@@ -19,6 +19,7 @@ from engine import main
 from engine import messages as m
 from engine.errors import UnsupportedModel
 from engine.model import Model, load
+from tests.engine.conftest import check_once
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, VARIANTS, WINDOWED, write_model
 from tiers.compaction import Compaction
@@ -37,12 +38,13 @@ Start = Callable[..., EngineDriver]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """Directory of a model by name. Loaded once: an engine that is started again gets the very same weights."""
+    """Directory of a model by name. Loaded and checked once: an engine that is started again gets the very same weights."""
     directory = tmp_path_factory.mktemp("kinds")
     written = cache(lambda name: write_model(name, directory / name))
     loaded = cache(load)
     patch = pytest.MonkeyPatch()
     patch.setattr(main, "load", loaded)
+    patch.setattr(main, "self_check", check_once)
     yield written
     patch.undo()
 
