@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,20 @@ def test_killed_writer(name: str, count: int, world: World, processes: Processes
     assert_clean(world)
 
 
+def died_in_a_child(work: Callable[[], None]) -> bool:
+    """Do it in a fork of this process, which has imported what takes a new one seconds; whether it was killed there."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
 @pytest.mark.parametrize("name", APPEND_POINTS)
-def test_killed_engine(name: str, tiny_dir: Path, world: World) -> None:
+def test_killed_engine(name: str, tiny_dir: Path, weights: None, world: World) -> None:
     """A whole engine dies in a capture; another one goes on from what the lane holds, with the same tokens."""
     prompt = random_tokens(3, 70)
     paths = world.paths
@@ -147,17 +160,14 @@ def test_killed_engine(name: str, tiny_dir: Path, world: World) -> None:
     alone.run()
     expected = alone.tokens("s")
     alone.close()
-    child = os.fork()
-    if child == 0:
-        try:
-            engine = EngineDriver.start(tiny_dir, paths)
-            failpoints.arm(f"{name}:6")
-            engine.handle(submit("s", prompt, answer=12))
-            engine.run()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+
+    def serve() -> None:
+        engine = EngineDriver.start(tiny_dir, paths)
+        failpoints.arm(f"{name}:6")
+        engine.handle(submit("s", prompt, answer=12))
+        engine.run()
+
+    assert died_in_a_child(serve)
     drain = Drain(paths, TierSettings(store_map_bytes=1 << 30))
     drain.open()
     other = EngineDriver.start(tiny_dir, paths, "e1")
@@ -186,15 +196,6 @@ def test_failpoints_cost_nothing_when_off_and_refuse_unknown_names() -> None:
         failpoints.reach("drain.put.before")  # only once
     finally:
         failpoints.arm(None)
-
-
-COMPACTOR = """
-import sys
-from tests.faults.test_killed import compacted
-from tests.tiers.sample import World
-from tiers.paths import Paths
-compacted(World(Paths.at(sys.argv[1], sys.argv[2])))
-"""
 
 
 def sessions_of(world: World) -> None:
@@ -231,15 +232,15 @@ def compacted_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     [("compact.base_switch.before", 2), ("compact.base_switch.after", 1), ("compact.base_switch.after", 3)]
     + [("compact.free.before", 1), ("compact.free.after", 1)],
 )
-def test_killed_compaction(
-    name: str, count: int, world: World, processes: Processes, compacted_undisturbed: dict[str, int]
-) -> None:
+def test_killed_compaction(name: str, count: int, world: World, compacted_undisturbed: dict[str, int]) -> None:
     """Resumed by the next one: the same bases, the same blocks, nothing left over."""
     sessions_of(world)
-    process = processes.start(
-        "-c", COMPACTOR, str(world.paths.data_dir), str(world.paths.lane_dir), CONCORDIA_FAILPOINT=f"{name}:{count}"
-    )
-    assert died_of_kill(process)
+
+    def begin() -> None:
+        failpoints.arm(f"{name}:{count}")
+        compacted(world)
+
+    assert died_in_a_child(begin)
     kept = [some_tokens(6 * BLOCK + 5, seed=index) for index in range(3)]
     for tokens in kept:
         tokens[30:] += 1
