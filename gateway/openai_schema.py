@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.messages import Sampling
-from gateway.chat_template import AnswerStart
 from gateway.errors import ApiError, bad_request, not_supported, quoted
 from gateway.json_types import in_json_words, json_type
+
+if TYPE_CHECKING:
+    from gateway.chat_template import AnswerStart
 
 INTEGER_LIMIT = (1 << 63) - 1
 STOP_COUNT_LIMIT = 16

@@ -16,8 +16,8 @@ import socket
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import aiohttp
 import structlog
 
 from engine import pid_file
@@ -38,6 +38,7 @@ from tiers.view import StoreReader
 log = structlog.get_logger("serve")
 
 POLL_S = 0.2
+HEALTH_TIMEOUT_S = 2.0
 STOP_MARGIN_S = 5.0
 QUICK_DEATHS = 4
 LOCK_LOOK_S = 1.0
@@ -135,24 +136,21 @@ class Supervisor:
         """Say how far the start is, and when it serves what to try."""
         started = time.monotonic()
         with Progress("starting") as progress:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as client:
-                while not await self._healthy(client):
-                    progress.say(f"starting: {self._start_state()}")
-                    await asyncio.sleep(POLL_S)
+            while not await self._healthy():
+                progress.say(f"starting: {self._start_state()}")
+                await asyncio.sleep(POLL_S)
         self._host.proved = self._gateway.proved = True
         log.info("serve.ready", seconds=round(time.monotonic() - started, 1), url=base_url(self.config))
         with contextlib.suppress(OSError):  # nobody reads it: that ends no server
             print_welcome(base_url(self.config), self.config, self._model, seconds=time.monotonic() - started)
             sys.stdout.flush()
 
-    async def _healthy(self, client: aiohttp.ClientSession) -> bool:
+    async def _healthy(self) -> bool:
         if not any(engine_state(self._paths, name) == "ready" for name in self._engines()):
             return False  # no need to ask
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            key = self.config.gateway.any_key
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            async with client.get(base_url(self.config) + "/health", headers=headers) as answer:
-                return answer.status == 200
+        with contextlib.suppress(TimeoutError, OSError, ValueError, IndexError):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return await get_status(base_url(self.config) + "/health", self.config.gateway.any_key) == 200
         return False
 
     def _start_state(self) -> str:
@@ -160,6 +158,25 @@ class Supervisor:
 
     def _engines(self) -> list[str]:
         return [f"e{index}" for index in range(self.config.started_engines)]
+
+
+async def get_status(url: str, api_key: str) -> int:
+    """HTTP status of a GET. By hand: a client library would be a third of what is imported here.
+
+    Raises  OSError, ValueError, IndexError where nobody answers, or not in HTTP
+    """
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        headers = [
+            f"Host: {place.netloc}",
+            "Connection: close",
+            *([f"Authorization: Bearer {api_key}"] if api_key else []),
+        ]
+        writer.write("\r\n".join([f"GET {place.path} HTTP/1.1", *headers, "", ""]).encode())
+        return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()
 
 
 def check_port(host: str, port: int) -> None:
