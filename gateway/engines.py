@@ -119,8 +119,9 @@ class Engine:
 
     def cancel(self, stream: Stream, now: float) -> None:
         """Its stream was ended before it was complete: the engine may work on it until it has heard so."""
-        self.cancelled = {key: entry for key, entry in self.cancelled.items() if entry[1] > now - CANCEL_HEARD_S}
         self.cancelled[stream.id] = stream, now
+        while self.cancelled[oldest := next(iter(self.cancelled))][1] <= now - CANCEL_HEARD_S:
+            del self.cancelled[oldest]
 
     def cancelled_lately(self, now: float) -> list[Stream]:
         """Those of which it isn't certain that the engine had heard that they are cancelled."""
