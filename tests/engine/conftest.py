@@ -22,14 +22,13 @@ from tiers.prefix import PrefixFinder
 from tiers.settings import TierSettings
 
 load_once = cache(load)
-_checked: dict[int, Model] = {}
 
 
 def check_once(model: Model, arena: Arena, cache: ArenaCache) -> None:
     """`self_check` of a module that no engine of this process has checked yet; a run has hundreds of them on a few modules."""
-    if id(model) not in _checked:
+    if not getattr(model.module, "checked", False):
         self_check(model, arena, cache)
-        _checked[id(model)] = model  # alive, so that no other gets its id
+        model.module.checked = True
 
 
 @pytest.fixture(scope="session")
