@@ -31,7 +31,7 @@ from gateway.streams import Stream
 from gateway.table_file import DATABASES, MAP_BYTES, TableFile
 from tiers.errors import BadBlock
 from tiers.keys import Locked
-from tiers.store_file import opening
+from tiers.store_file import allocate_lock, opening
 
 log = structlog.get_logger()
 
@@ -415,12 +415,14 @@ class SessionFile:
     def __init__(self, directory: Path, *, writable: bool = False, sealing: Sealing | None = None) -> None:
         self._sealing = sealing or Sealing()
         self.locked = 0  # records whose key isn't there, at the last look
+        self.bad: list[str] = []  # names of records that can't be read, at the last look
         if writable:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writable = writable
         self._environment: lmdb.Environment | None = None
         if writable or (directory / "data.mdb").exists():
             with opening(directory, fcntl.LOCK_SH):
+                allocate_lock(directory)
                 self._environment = lmdb.open(
                     str(directory), map_size=MAP_BYTES, max_dbs=2, readonly=not writable, create=writable
                 )
@@ -437,7 +439,7 @@ class SessionFile:
             database = self._database(b"records")
         except lmdb.NotFoundError:  # a gateway is just making it
             return []
-        records, self.locked = [], 0
+        records, self.locked, self.bad = [], 0, []
         with self._environment.begin(db=database) as transaction:
             for key, value in transaction.cursor():
                 try:
@@ -445,7 +447,8 @@ class SessionFile:
                 except Locked:
                     self.locked += 1
                 except (msgspec.MsgspecError, BadBlock) as error:
-                    log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
+                    self.bad.append(bytes(key).decode(errors="replace"))
+                    log.error("sessions.bad_record", session=self.bad[-1], error=str(error))
         return sorted(records, key=lambda record: -record.last_used)
 
     def get(self, session: str) -> SessionRecord | None:

@@ -19,7 +19,7 @@ import lmdb
 import structlog
 
 from gateway import metrics
-from tiers.store_file import identity, make_directory, opening, sync_file
+from tiers.store_file import allocate_lock, identity, make_directory, opening, sync_file
 
 log = structlog.get_logger()
 
@@ -48,6 +48,7 @@ class TableFile:
             self._open()
 
     def _open(self) -> None:
+        allocate_lock(self._directory)
         self._environment = lmdb.open(str(self._directory), map_size=MAP_BYTES, max_dbs=len(DATABASES), mode=0o600)
         self._databases = {name: self._environment.open_db(name.encode()) for name in DATABASES}
         self._files = identity(self._directory)

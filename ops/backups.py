@@ -10,7 +10,7 @@ import click
 
 from ops.errors import BadData, OpsError, StateRefused
 from ops.flags import confirm, print_json
-from ops.installation import Installation, drain_what_can_be, need_data
+from ops.installation import Installation, drain_what_can_be, need_data, need_whole_sessions
 from ops.processes import FileLock
 from ops.show import Bar, size
 from tiers.backup import BackupManifest, backup, check_backup, occupied, read_manifest, restore
@@ -23,6 +23,7 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, 
     need_data(here)
     if target.exists():
         raise StateRefused(f"{target} exists already; a backup is never written over another one")
+    need_whole_sessions(here.paths)
     drain_what_can_be(here)
     about = {"models": sorted({str(row.get("model")) for row in here.engines}), "roots": sorted(here.roots)}
     try:
@@ -96,6 +97,10 @@ def _restore(here: Installation, source: Path, as_json: bool) -> BackupManifest:
             return restore(source, here.paths, progress=lambda _, done, total: bar(done, total))
     except (BadFile, OtherFormat) as error:
         raise BadData(f"{error}; the data directory is as it was") from error
+    except OSError as error:
+        raise OpsError(
+            f"{error.filename or here.paths.data_dir}: {error.strerror or error}; the same command goes on with what is there"
+        ) from error
     finally:
         lock.release()
 

@@ -71,7 +71,7 @@ def main() -> None:
 # ---------------------------------------------------------------- serve, pull
 
 
-@main.command(exits=(3, 5))
+@main.command(exits=(3, 5, 6))
 @_serve_flags
 @place_flags
 @configured

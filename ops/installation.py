@@ -12,21 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import click
+import lmdb
+import msgspec
 
 from engine import pid_file
 from gateway.sealing import Sealing
 from gateway.sessions import SessionFile
+from gateway.table_file import MAP_BYTES
 from ops.client import Client, base_url
 from ops.config import Config
-from ops.errors import NotRunning, StateRefused
+from ops.errors import BadData, NotRunning, StateRefused
 from ops.processes import FileLock
 from tiers import keeper_client
 from tiers.errors import KeeperAway, OverBudget, StoreFailed
 from tiers.keys import Keyring
+from tiers.lock import is_held
 from tiers.offline import owned, recover, waiting
 from tiers.paths import Paths
+from tiers.salvage import is_walkable
 
 DRAIN_TIMEOUT_S = 120.0
+SESSIONS_HINT = (
+    "Restore a backup; or move that directory away, and every session begins anew, its state is found by its tokens"
+)
+
+
+_walked: set[tuple[str, int, int, int]] = set()  # files of sessions that were read to their end
 
 
 def gateway_url(config: Config) -> str:
@@ -125,9 +136,27 @@ def need_directory(paths: Paths) -> None:
         raise StateRefused(f"there is no data directory {paths.data_dir}; name the installation by --data-dir")
 
 
+def need_whole_sessions(paths: Paths) -> None:
+    """Raise BadData if the file of sessions can't be read to its end: who maps it may die of it. Not asked while it is served."""
+    data = paths.sessions / "data.mdb"
+    if not data.exists() or is_held(paths.serve_lock):
+        return
+    now = data.stat()
+    seen = (str(data), now.st_ino, now.st_size, now.st_mtime_ns)
+    if seen in _walked:
+        return
+    if is_walkable(paths.sessions, map_bytes=MAP_BYTES):
+        _walked.add(seen)
+    else:
+        raise BadData(
+            f"{paths.sessions} can't be read to its end, it was cut or its pages are damaged. {SESSIONS_HINT}"
+        )
+
+
 @contextlib.contextmanager
 def session_file(here: Installation, *, writable: bool = False) -> Iterator[SessionFile]:
-    """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning."""
+    """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning, BadData (the file is damaged)."""
+    need_whole_sessions(here.paths)
     lock = FileLock(here.paths.serve_lock).take("this data directory is being served") if writable else None
     try:
         file = SessionFile(here.paths.sessions, writable=writable, sealing=Sealing(Keyring.from_environment()))
@@ -135,6 +164,8 @@ def session_file(here: Installation, *, writable: bool = False) -> Iterator[Sess
             yield file
         finally:
             file.close()
+    except (lmdb.Error, msgspec.MsgspecError) as error:
+        raise BadData(f"{here.paths.sessions} can't be used: {error}. {SESSIONS_HINT}") from error
     finally:
         if lock is not None:
             lock.release()

@@ -246,7 +246,7 @@ def refuse_early(config: Config) -> None:
     """Refuse what can't be served before anything is made or pulled.
 
     Raises ConfigError (a lane directory or a device that can't be), AlreadyRunning (directory or port are taken), BadKeys,
-           OtherFormat (a store of a later version)
+           OtherFormat (a store of a later version), BadData (the sessions can't be read)
     """
     check_sockets(config)
     check_device(config)
@@ -255,6 +255,9 @@ def refuse_early(config: Config) -> None:
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
     check_port(config.gateway.host, config.gateway.port)
     Keyring.from_environment()  # raises BadKeys now rather than in every process
+    from ops.installation import need_whole_sessions
+
+    need_whole_sessions(config.paths)
     store = StoreReader(config.paths.store, map_bytes=config.tiers.store_map_bytes)
     try:
         with store.snapshot():

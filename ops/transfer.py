@@ -55,9 +55,10 @@ def run_export(
     """
     need_data(here)
     keys = ExportKeys() if plain else keys
-    if target.is_dir() or not target.parent.is_dir():
-        what = f"{target} is a directory" if target.is_dir() else f"there is no directory {target.parent}"
-        raise OpsError(f"{what}; name a file to write by --output")
+    if target.exists() and not target.is_file():
+        raise OpsError(f"{target} is a directory or a device; name a file to write by --output")
+    if not target.parent.is_dir():
+        raise OpsError(f"there is no directory {target.parent}; name a file to write by --output")
     if target.exists():
         confirm(f"{target} exists. Replace it?", yes=yes, dry_run=False)
     drain_what_can_be(here)
@@ -79,6 +80,10 @@ def run_export(
             written, resumed = export_session(store, target, found, manifest, tokens, bar, keys)
     except Locked as error:
         raise StateRefused(str(error)) from error
+    except OSError as error:
+        raise OpsError(
+            f"{target} can't be written: {error.strerror or error}; the same command goes on with what is in {target}.part"
+        ) from error
     except BadBlock as error:
         raise BadData(f"{error}. `concordia repair` takes it out; then what is whole can be exported") from error
     finally:

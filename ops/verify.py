@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import lmdb
 
 from gateway.journal import CLOSED, read_records
 from gateway.sealing import Sealing
+from gateway.sessions import SessionFile
 from ops.config import Config
 from ops.errors import BadData, OpsError
 from ops.flags import print_json
-from ops.installation import need_directory
+from ops.installation import need_directory, need_whole_sessions
 from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.backup import check_backup
@@ -66,7 +68,7 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
             findings.append(finding)
     mended = _have_mended(paths, findings)
     journal_count, journal_findings = check_journals(paths)
-    findings += journal_findings
+    findings += [*journal_findings, *check_sessions(paths)]
     counts = {**asdict(checked), "journals": journal_count}
     if as_json:
         rows = [finding_row(f) for f in findings]
@@ -155,6 +157,22 @@ def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
             where = (Affected(session, path.stem, 0, 0),) if spec is not None else ()
             findings.append(Finding("journal", path.name, f"damaged at byte {at}", where))
     return count, findings
+
+
+def check_sessions(paths: Paths) -> list[Finding]:
+    """The gateway's records of sessions: whether they can be read. They have no checksum."""
+    if not (paths.sessions / "data.mdb").exists():
+        return []
+    try:
+        need_whole_sessions(paths)
+        file = SessionFile(paths.sessions, sealing=Sealing(Keyring.from_environment()))
+        try:
+            file.all()
+        finally:
+            file.close()
+    except (BadData, lmdb.Error) as error:
+        return [Finding("sessions", "data.mdb", str(error))]
+    return [Finding("sessions", name, "its record can't be read", (Affected(name, "", 0, 0),)) for name in file.bad]
 
 
 def print_finding(finding: Finding) -> None:

@@ -254,6 +254,8 @@ class Keeper:
             dry_run, shrink = bool(request.get("dry_run", False)), bool(request.get("shrink", False))
             return {"job": self._jobs.start(settle_s, grace_s, dry_run=dry_run, shrink=shrink).state()}
         if op == "job":
+            if "cancel" in request:
+                self._jobs.cancel(int(request["cancel"]))
             return {"job": self._jobs.state()}
         if op == "copy":
             if request.get("cancel"):

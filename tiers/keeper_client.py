@@ -215,20 +215,28 @@ def compact(
     poll_s: float = 0.1,
     timeout_s: float = 86_400.0,
 ) -> JobState:
-    """Compact and wait until it is done. Arguments as of `start_compact`. Raises KeeperAway, StoreFailed, TierError (it ended early)."""
+    """Compact and wait until it is done; interrupted, it ends where it is. Arguments as of `start_compact`.
+
+    Raises KeeperAway, StoreFailed, TierError (it ended early)
+    """
     deadline = time.monotonic() + timeout_s
     state = start_compact(path, settle_s=settle_s, grace_s=grace_s, dry_run=dry_run, shrink=shrink)
     number = state.id
-    while not state.finished:
-        if on_progress is not None:
-            on_progress(state)
-        if time.monotonic() > deadline:
-            raise KeeperAway(f"compaction {number} isn't done after {timeout_s:g} s", where=str(path))
-        time.sleep(poll_s)
-        newest = job(path)
-        if newest is None or newest.id != number:
-            raise KeeperAway(f"the keeper has lost sight of compaction {number}", where=str(path))
-        state = newest
+    try:
+        while not state.finished:
+            if on_progress is not None:
+                on_progress(state)
+            if time.monotonic() > deadline:
+                raise KeeperAway(f"compaction {number} isn't done after {timeout_s:g} s", where=str(path))
+            time.sleep(poll_s)
+            newest = job(path)
+            if newest is None or newest.id != number:
+                raise KeeperAway(f"the keeper has lost sight of compaction {number}", where=str(path))
+            state = newest
+    except KeyboardInterrupt:
+        with contextlib.suppress(TierError):
+            _ask(path, {"op": "job", "cancel": number}, 10.0)
+        raise
     if on_progress is not None:
         on_progress(state)
     if state.error:

@@ -180,6 +180,11 @@ class Jobs:
         self._job = Job(self._number, compaction, background, Shrink(self._drain) if shrink and not dry_run else None)
         return self._job
 
+    def cancel(self, number: int) -> None:
+        """End the compaction of that number if it is still in hand; what it has done stays."""
+        if self._job is not None and not self._is_free and self._job.number == number:
+            self._job.cancel("it was cancelled")
+
     def start_copy(self, target: Path, limit_bytes_s: float) -> Job:
         """Begin a copy of the store into the new directory `target`, for a backup. Ends if nobody asks for COPY_ORPHAN_S. Raises Busy.
 

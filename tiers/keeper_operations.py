@@ -64,7 +64,9 @@ class Operations:
                     if start >= keep_tokens:
                         rest = packed[at * size :]
                         goes_on = chain[at] in ends or start == keep_tokens > 0 or bool(group.children(chain[at], 1))
-                        shared = max(_shared(group, chain[at], rest, needed), 0 if goes_on else -1)
+                        block = group.best_child(chain[at], rest)
+                        shared = block[1] if block is not None else 0 if goes_on else -1
+                        shared = max(_shared(group, chain[at], rest, needed), shared)
                         points += _delete_points(group, chain[at], rest, shared)
                         tails += _delete_tails(group, chain[at], rest, needed)
                     is_kept = at == 0 or (at - 1) * info.block_tokens < keep_tokens or chain[at] in ends

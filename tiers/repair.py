@@ -80,6 +80,7 @@ def repair_store(
     done = Repaired()
     parents = stored_parents(group)
     dropped: set[BlockId] = set()
+    cut: set[SequenceId] = set()  # which have lost a tail piece
     for kind, key in damaged:
         if not _is_bad(group, kind, key):
             continue
@@ -96,6 +97,7 @@ def repair_store(
             group.delete_base(SessionKey(key))
         elif kind == "tail":
             group.delete_tail(key)
+            cut.add(SequenceId(key[16:32]))
         elif kind == "points":
             group.delete_point(key)
         elif kind == "nodes":  # the block can't be found without it
@@ -107,7 +109,12 @@ def repair_store(
             group.delete_raw(kind, key)
         done.dropped += 1
     for key, progress in [(SequenceId(key), group.decode_progress(raw)) for key, raw in group.scan("sequences")]:
-        _end_before_hole(group, key, progress, parents, dropped, key in live, done)
+        ended = _before_hole(group, progress, parents, dropped)
+        if ended is None:
+            ended = _before_tail_hole(group, key, progress)
+            if ended is not None and key not in cut and group.children(BlockId(progress.parent), 1):
+                continue  # its session went on from there, in a block that has taken the place of its tail
+        _end_before_hole(group, key, progress, ended, key in live, done)
     for base in list(whole_bases(group)):
         _end_base_before_hole(group, base, parents, dropped, done)
     return done
@@ -157,12 +164,8 @@ def keep_aside(directory: Path, name: str, data: bytes) -> str:
 
 
 def _end_before_hole(
-    group: Group, sequence: SequenceId, p: Progress, parents: dict[BlockId, BlockId], dropped: set[BlockId],
-    is_live: bool, done: Repaired,
-) -> None:  # fmt: skip
-    ended = _before_hole(group, p, parents, dropped)
-    if ended is None:
-        ended = _before_tail_hole(group, sequence, p)
+    group: Group, sequence: SequenceId, p: Progress, ended: Progress | None, is_live: bool, done: Repaired
+) -> None:
     if ended is None or ended.position >= p.position:
         return
     done.recompute.append(Recompute(p.session, p.stream, ended.position, p.position))

@@ -27,7 +27,7 @@ from tiers.errors import BadBlock, StoreFailed
 from tiers.keys import Locked
 from tiers.late_keys import UNSCRUBBED
 from tiers.store import Store
-from tiers.store_file import FREE_DISK_RESERVE_BYTES, translated
+from tiers.store_file import FREE_DISK_RESERVE_BYTES, allocate_lock, translated
 from tiers.values import DATABASES, KIND_BLOCK, KIND_POINT, KIND_TAIL, unpack_value
 
 log = structlog.get_logger()
@@ -228,6 +228,7 @@ class _Copy:
 
     def __init__(self, path: str, map_bytes: int) -> None:
         self._path = path
+        allocate_lock(Path(path))
         self._env: Any = lmdb.open(path, map_size=map_bytes, max_dbs=len(DATABASES), mode=0o600, sync=False)
         self.databases = {name: self._env.open_db(name) for name in DATABASES}
 

@@ -25,6 +25,7 @@ from tiers.layout import RootId, chain_root
 from tiers.pages import start_writing
 from tiers.settings import Durability
 from tiers.store_file import (
+    allocate_lock,
     boot_id,
     check_disk,
     create,
@@ -87,6 +88,10 @@ class Store:
 
     def _open_env(self) -> None:
         safe = self.durability != "process"
+        try:
+            allocate_lock(self.path)
+        except OSError as error:
+            raise StoreFailed("the store can't be opened", where=str(self.path), cause=str(error)) from error
         with translated(self.path):
             whole_file.make_whole(self.path, self._map_bytes)
             self._env = lmdb.open(

@@ -5,6 +5,7 @@ Source: docs/log-format.md
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -21,6 +22,7 @@ from tiers.errors import NoRoom, StoreFailed
 
 log = structlog.get_logger()
 
+LOCK_BYTES = 8192  # of LMDB's lock file
 FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
 
 
@@ -86,6 +88,7 @@ def create(path: Path) -> None:
     draft = path / "new"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700)
+    allocate_lock(draft)
     with translated(path):
         env = lmdb.open(str(draft), mode=0o600)
         env.sync(True)
@@ -93,6 +96,28 @@ def create(path: Path) -> None:
     os.rename(draft / "data.mdb", path / "data.mdb")
     sync_file(path)
     shutil.rmtree(draft, ignore_errors=True)
+
+
+def allocate_lock(directory: Path) -> None:
+    """Give LMDB's lock file its bytes before it is opened: it is written through a map, which ends in SIGBUS on a disk without room.
+
+    Only of a database that isn't open in this process: the locks on the file would be gone. Raises OSError (no room)
+    """
+    path = directory / "lock.mdb"
+    try:
+        if path.exists() and path.stat().st_blocks * 512 >= LOCK_BYTES:
+            return
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return  # a reader that may not write here: LMDB knows what to do
+    try:
+        os.posix_fallocate(file, 0, LOCK_BYTES)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    finally:
+        os.close(file)
 
 
 def sync_file(path: Path) -> None:

@@ -20,7 +20,7 @@ from tiers.lane_header import header_problem
 from tiers.lane_reader import LaneSet
 from tiers.lane_seal import LockedRecord
 from tiers.late_keys import count_open
-from tiers.layout import BlockId, PointId, SequenceId
+from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
 from tiers.values import READERS, PointEntry, Progress, unpack_node
 from tiers.view import OPENED, StoreReader, View
 
@@ -40,7 +40,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "point", "base", "entry", "lane", "record", "parent", "journal"]
+    kind: Literal["block", "tail", "point", "base", "entry", "lane", "record", "parent", "journal", "sessions"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()
@@ -135,6 +135,8 @@ def _name_blocks(store: StoreReader, bad: dict[BlockId, str], counts: Checked) -
                 continue
             for block, span in base_chain(base) if base is not None else ():
                 _note(block, span, affected, parents, missing)
+            if base is not None and base.tail and (hole := _tail_hole(view, base)) is not None:
+                bad_bases.append(hole)
     yield from bad_bases
     for block, reason in bad.items():
         yield Finding("block", block.hex(), reason, tuple(affected[block]))
@@ -165,6 +167,19 @@ def _note(
         affected[block].append(span)
     elif block not in parents:
         missing.setdefault(block, []).append(span)
+
+
+def _tail_hole(view: View, base: Base) -> Finding | None:
+    """A base that names tail pieces of which one isn't stored."""
+    at = len(base.block_ids) * base.block_tokens
+    last = base.block_ids[-1] if base.blocks else chain_root(RootId(base.root), base.namespace)
+    for piece in view.tails(last, SequenceId(base.tail)):
+        if piece.token_start == at:
+            at += len(piece.tokens) // 4
+    if at >= base.position or view.locked:
+        return None
+    span = Affected(base.session, base.stream, at, base.position)
+    return Finding("parent", base.tail.hex(), "a tail piece that a session leans on is not stored", (span,))
 
 
 def base_chain(base: Base) -> Iterator[tuple[BlockId, Affected]]:

@@ -6,18 +6,21 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import structlog
 
 from tests.faults.layer import Layer
 from tests.faults.processes import PATIENCE_S, Processes, stats, wait_for
+from tests.faults.test_backpressure import small_file_system
 from tests.tiers.sample import BLOCK, World, append_rows, some_tokens
 from tiers import drain as drain_file
-from tiers import failpoints, keeper_client, lane_reader
+from tiers import failpoints, keeper_client, lane_reader, store_file
 from tiers.drain import Drain
 from tiers.errors import StoreFailed
 from tiers.verify import verify
+from tiers.view import StoreReader
 
 TOKENS = some_tokens(11 * BLOCK + 3)
 
@@ -120,6 +123,42 @@ def test_process_mode_never_syncs_by_itself(world: World, processes: Processes) 
     assert keeper.wait(PATIENCE_S) == 0
     assert [op.kind for op in layer.operations() if op.name == "data.mdb"][-1] == "S"
     assert not (world.paths.store / "unsynced").exists()
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["new", "without its lock file"])
+def test_disk_without_a_single_page_is_an_error_and_no_bus_error(
+    world: World, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB writes its lock file through a map: whoever opens a store must not die of a page that can't be had."""
+    store = world.paths.store
+    monkeypatch.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 0)
+    with small_file_system(store, 512 << 10):
+        if stored:
+            world.capture(world.lane(), "a", TOKENS, [40])
+            world.drain()
+            (store / "lock.mdb").unlink()
+        with open(store / "fill", "wb", buffering=0) as fill, suppress(OSError):
+            while fill.write(bytes(4096)):
+                pass
+        for opening in (lambda: Drain(world.paths, world.settings).open(), lambda: snapshot_of(world)):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    opening()
+                    status = 2 if stored else 0  # a reader of a store that isn't there has an empty one
+                except StoreFailed as error:
+                    status = 0 if "No space left" in str(error) else 3
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+        (store / "fill").unlink()
+        assert not stored or world.restorable(TOKENS) == 40
+
+
+def snapshot_of(world: World) -> None:
+    with StoreReader(world.paths.store, map_bytes=1 << 26).snapshot():
+        pass
 
 
 # ---------------------------------------------------------------- files that go away

@@ -9,6 +9,7 @@ import lmdb
 import pytest
 
 from ops import show
+from ops.errors import BadData
 from ops.flags import system_problem
 from ops.serve import refuse_early
 from tests.ops.conftest import TOKENS, Place
@@ -109,3 +110,30 @@ def test_restore_says_where_what_was_there_is_now(place: Place, tmp_path: Path) 
         assert (
             result.exit_code == 0 and f"what was there is in {place.paths.data_dir}/replaced-{number}" in result.stdout
         )
+
+
+@pytest.mark.parametrize("how", ["cut", "no database", "a record"])
+def test_a_damaged_table_of_sessions_is_said_by_every_command_and_nobody_dies_of_it(
+    place: Place, tmp_path: Path, how: str
+) -> None:
+    from ops import config
+
+    place.session("chat", TOKENS)
+    file = place.paths.sessions / "data.mdb"
+    if how == "a record":
+        environment = lmdb.open(str(place.paths.sessions), max_dbs=8)
+        with environment.begin(write=True, db=environment.open_db(b"records")) as transaction:
+            transaction.put(b"chat", b"\x81\xa1x\x01")
+        environment.close()
+    else:
+        file.write_bytes(file.read_bytes()[: 3 * 4096] if how == "cut" else b"x" * 20_000)
+    (found,) = place.json("verify", code=6)["findings"]
+    assert found["kind"] == "sessions"
+    for command in (("sessions", "show", "chat"), ("export", "chat", "-o", str(tmp_path / "f"))):
+        assert str(place.paths.sessions) in place.refused(6, *command), command
+    if how != "a record":
+        for command in (("sessions", "ls"), ("sessions", "rm", "chat", "--yes"), ("backup", str(tmp_path / "b"))):
+            assert "Restore a backup" in place.refused(6, *command), command
+        with pytest.raises(BadData, match="Restore a backup"):
+            refuse_early(config.load({"data_dir": str(place.paths.data_dir), "gateway.port": 1}, environment={}))
+    assert place.world.restorable(TOKENS) == 43

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.ops.conftest import TOKENS, Place
-from tests.tiers.sample import BLOCK, append_rows, flip, rows, some_tokens
+from tests.tiers.sample import BLOCK, append_rows, flip, rows, sequence, some_tokens
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
 from tiers.offline import keeper_lock
@@ -149,6 +149,21 @@ def test_repair_drops_a_bad_tail_piece(place: Place) -> None:
     assert [(row["token_start"], row["token_end"]) for row in done["recompute"]] == [(40, 43)]
     assert place.json("verify")["ok"]
     assert place.world.restorable(TOKENS) == 40
+
+
+def test_repair_leaves_a_turn_alone_whose_end_the_next_one_has_taken_over(place: Place) -> None:
+    other = some_tokens(4 * BLOCK, seed=2)
+    place.session("other", other)
+    lane = place.world.lane()
+    place.world.capture(lane, "first", TOKENS[:20], [20], session="chat")
+    lane.append_close(sequence("first"), 1, 20)
+    place.world.drain()
+    place.world.capture(lane, "second", TOKENS, [43], start=16, session="chat")
+    lane.close()
+    place.world.drain()
+    damage_block(place, 1, other)
+    assert [row["session"] for row in place.json("repair", "--yes")["recompute"]] == ["other"]
+    assert place.world.restorable(TOKENS) == 43
 
 
 def test_repair_keeps_a_lanes_damaged_record_aside_and_drains_the_rest(place: Place) -> None:

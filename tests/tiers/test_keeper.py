@@ -622,6 +622,22 @@ def test_one_compaction_at_a_time(world: World) -> None:
         assert state is not None and state.id == first.id and not state.finished
 
 
+@pytest.mark.process
+def test_what_is_interrupted_by_who_waits_for_it_ends_in_the_keeper_too(world: World, tmp_path: Path) -> None:
+    def interrupt(state: keeper_client.JobState) -> None:
+        raise KeyboardInterrupt
+
+    with keeper_process(world, compact_interval_s=0):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                keeper_client.compact(world.paths.keeper_socket, grace_s=30, on_progress=interrupt)
+            state = keeper_client.job(world.paths.keeper_socket)
+            assert state is not None and state.finished and "cancelled" in state.error
+            with pytest.raises(KeyboardInterrupt):
+                keeper_client.copy(world.paths.keeper_socket, tmp_path / "copy", limit_mb_s=1e-6, on_progress=interrupt)
+            assert not (tmp_path / "copy").exists()
+
+
 HOLDER = """
 import sys, time
 from tiers.view import StoreReader

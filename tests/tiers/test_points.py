@@ -10,14 +10,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, flip, sequence, some_tokens, state
+from tests.tiers.sample import (
+    BLOCK,
+    LAYOUT,
+    ROOT,
+    World,
+    append_point,
+    append_rows,
+    flip,
+    read_all,
+    sequence,
+    some_tokens,
+    state,
+)
+from tiers.compaction import Compaction
 from tiers.errors import BadBlock
 from tiers.keeper_operations import Operations
 from tiers.lane import LaneWriter
 from tiers.lane_format import PointKind, data_offset
 from tiers.lane_reader import LaneReader
 from tiers.layout import Layout
-from tiers.prefix import PointRef
+from tiers.prefix import PointRef, PrefixFinder
+from tiers.verify import verify
 
 EXAMPLES = itertools.count()
 TOKENS = some_tokens(5 * BLOCK + 3)
@@ -217,3 +231,46 @@ def test_any_points_any_drain_any_branch(world: World, data: st.DataObject) -> N
         world.drain()
     lane.close()
     world.paths.lane(engine).unlink()
+
+
+def ended(lane: LaneWriter, name: str, tokens: np.ndarray, positions: tuple[int, ...]) -> None:
+    """A session of one turn, with points at `positions`, the last of which is its end."""
+    lane.append_open(sequence(name), 1, ROOT, SHAPE, BLOCK, "default", name, name, tokens[:0])
+    for start, end in itertools.pairwise((0, *positions)):
+        append_rows(lane, name, start, tokens[start:end])
+        append_point(lane, name, end, PointKind.MESSAGE, 100)
+    lane.append_close(sequence(name), 1, len(tokens))
+
+
+@pytest.mark.parametrize("compacted", [True, False])
+def test_what_another_session_of_equal_or_like_tokens_needs_stays(world: World, compacted: bool) -> None:
+    """An imported copy, two who ask the same, one who went on from there: removing one takes nothing of the other."""
+    lane = world.lane()
+    longer = np.concatenate([TOKENS, some_tokens(2 * BLOCK, seed=9)])
+    other = np.concatenate([TOKENS[:20], some_tokens(10, seed=8)])
+    ended(lane, "kept", TOKENS, (18, 40, 43))
+    ended(lane, "equal", TOKENS, (18, 40, 43))
+    ended(lane, "longer", longer, (18, 40, 43, 59))
+    ended(lane, "other", other, (18, 30))
+    drain = world.drained()
+    if compacted:
+        for _ in Compaction(drain, settle_s=0, grace_s=0).run():
+            pass
+    finder = PrefixFinder(drain.store(), world.paths.lane_dir)  # type: ignore[arg-type]
+
+    def positions() -> list[int]:
+        with finder.reading() as read:
+            return [p.position for p in read.points(ROOT, "default", TOKENS, limit=43, block_tokens=BLOCK)]
+
+    before = positions()
+    assert before[-1] == 43 and len(before) > 1
+    for name in ("equal", "longer", "other"):
+        Operations(drain).remove("default", name, force=False, dry_run=False)
+        assert (read_all(finder, TOKENS)[0], positions()) == (43, before), name
+    drain.close()
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+    drain = world.drained()
+    Operations(drain).remove("default", "kept", force=False, dry_run=False)
+    with drain.store().snapshot() as view:
+        assert [view.count(name) for name in ("blocks", "tails", "points", "sequences", "bases")] == [0] * 5
+    drain.close()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.sample import BLOCK, World, append_rows, flip, rows, sequence, some_tokens
+from tiers.compaction import Compaction
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
 from tiers.layout import block_chain
@@ -85,3 +86,18 @@ def test_bad_record_in_a_lane_names_its_session(world: World) -> None:
     (found,), _ = findings(world)
     assert found.kind == "record" and found.affected == (Affected("alice", "stream-a", 10, 20),)
     assert sequence("stream-a")  # named by the OPEN record that still waits in the lane
+
+
+def test_a_tail_piece_that_a_compacted_session_has_lost_is_named(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "stream-a", TOKENS, [43], session="alice")
+    lane.append_close(sequence("stream-a"), 1, 43)
+    drain = world.drained()
+    for _ in Compaction(drain, settle_s=0, grace_s=0).run():
+        pass
+    with drain.store().group() as group:
+        (key,) = [key for key, _ in group.scan_raw("tails")]
+        group.delete_tail(key)
+    drain.close()
+    (found,), _ = findings(world)
+    assert (found.kind, found.affected) == ("parent", (Affected("alice", "stream-a", 40, 43),))
