@@ -68,7 +68,7 @@ def test_demo_killed_at_every_token(demo: System, reference: System, position: i
 
 def test_demo_killed_in_prefill(demo: System, reference: System) -> None:
     """The kill is sent when the engine is seen at work and no token has come."""
-    body = h.chat(demo, h.words(seed=31, count=1100) + " Summarise this.", tokens=16)
+    body = h.chat(demo, h.words(seed=31, count=600) + " Summarise this.", tokens=8)
     want = reference.stream(h.CHAT, {**body, "model": reference.model_name()})
     box: list[Answer] = []
     reader = threading.Thread(target=lambda: box.append(demo.stream(h.CHAT, body)))
@@ -84,12 +84,12 @@ def test_demo_killed_in_prefill(demo: System, reference: System) -> None:
 
 
 def test_demo_killed_twice_in_one_answer(demo: System, reference: System) -> None:
-    want = reference.stream(h.COMPLETIONS, h.story(reference, 45, h.SAMPLED))
+    want = reference.stream(h.COMPLETIONS, h.story(reference, 45, h.SAMPLED, tokens=40))
 
     def run() -> Answer:
         first, second = h.after(10, h.killer(demo)), h.after(30, h.killer(demo))
         watch = lambda answer: (first(answer), second(answer))[0]  # noqa: E731
-        return demo.stream(h.COMPLETIONS, h.story(demo, 45, h.SAMPLED), watch=watch)
+        return demo.stream(h.COMPLETIONS, h.story(demo, 45, h.SAMPLED, tokens=40), watch=watch)
 
     got = h.until(lambda answer: len(h.recoveries(answer)) == 2, demo, run)
     h.assert_same(got, want, "killed after 10 and after 30 tokens")
@@ -97,14 +97,14 @@ def test_demo_killed_twice_in_one_answer(demo: System, reference: System) -> Non
 
 def test_demo_both_engines_killed_at_once(demo: System, reference: System) -> None:
     """The stream waits until an engine is back."""
-    want = reference.stream(h.COMPLETIONS, h.story(reference, 46))
+    want = reference.stream(h.COMPLETIONS, h.story(reference, 46, tokens=30))
 
     def kill_both(answer: Answer) -> None:
         for name in ("e0", "e1"):
             demo.signal(name)
 
     def run() -> Answer:
-        return demo.stream(h.COMPLETIONS, h.story(demo, 46), watch=h.after(20, kill_both))
+        return demo.stream(h.COMPLETIONS, h.story(demo, 46, tokens=30), watch=h.after(20, kill_both))
 
     h.assert_same(h.until(h.recoveries, demo, run), want, "both engines killed after 20 tokens")
 
@@ -139,14 +139,14 @@ def test_demo_engine_of_four_streams_killed(demo: System) -> None:
 
 
 def test_demo_stopped_engine_is_fenced_and_its_stream_goes_on(demo: System, reference: System) -> None:
-    want = reference.stream(h.COMPLETIONS, h.story(reference, 48))
+    want = reference.stream(h.COMPLETIONS, h.story(reference, 48, tokens=24))
     stopped: list[int] = []
 
     def stop(answer: Answer) -> None:
         stopped.append(h.kill_serving(demo, answer.stream_id, signal.SIGSTOP))
 
     def run() -> Answer:
-        return demo.stream(h.COMPLETIONS, h.story(demo, 48), watch=h.after(12, stop))
+        return demo.stream(h.COMPLETIONS, h.story(demo, 48, tokens=24), watch=h.after(12, stop))
 
     got = h.until(h.recoveries, demo, run)
     h.assert_same(got, want, "stopped after 12 tokens")

@@ -18,10 +18,10 @@ from tiers.offline import keeper_lock
 @pytest.mark.timeout(200)
 def test_demo_everything_killed_in_mid_answer_goes_on_after_the_restart(demo: System, reference: System) -> None:
     question = h.prompts(seed=51, count=1)[0]
-    want = reference.stream(h.CHAT, h.chat(reference, question))
+    want = reference.stream(h.CHAT, h.chat(reference, question, tokens=32))
     session = {"X-Session-Id": "case-3"}
     broken = demo.stream(
-        h.CHAT, h.chat(demo, question), headers=session, watch=h.after(20, lambda answer: demo.kill_all())
+        h.CHAT, h.chat(demo, question, tokens=32), headers=session, watch=h.after(20, lambda answer: demo.kill_all())
     )
     assert broken.broken, "the client must have lost its connection"
     demo.start()
@@ -37,11 +37,11 @@ def test_demo_everything_killed_in_mid_answer_goes_on_after_the_restart(demo: Sy
         {"role": "assistant", "content": want.text},
         {"role": "user", "content": "Go on."},
     ]
-    second = demo.stream(h.CHAT, h.chat_of(demo, messages, tokens=16), headers=session)
+    second = demo.stream(h.CHAT, h.chat_of(demo, messages, tokens=8), headers=session)
     h.assert_whole(second)
     stored = whole.usage["prompt_tokens"] + whole.usage["completion_tokens"] - 1  # the last token was never fed
     assert h.cached(second) >= stored, f"{h.cached(second)} of {stored} stored tokens were reused: {second.concordia}"
-    later = reference.stream(h.CHAT, h.chat_of(reference, messages, tokens=16))
+    later = reference.stream(h.CHAT, h.chat_of(reference, messages, tokens=8))
     assert second.text == later.text
     assert h.counts(second) == h.counts(later)
 

@@ -34,11 +34,11 @@ def test_demo_gateway_killed_client_resumes_by_cursor(
     demo: System, reference: System, headers: dict[str, str], by: str
 ) -> None:
     seed = 71 + len(headers)
-    want = reference.stream(h.COMPLETIONS, h.story(reference, seed, h.SAMPLED, tokens=32))
+    want = reference.stream(h.COMPLETIONS, h.story(reference, seed, h.SAMPLED, tokens=20))
     before = {engine.id: engine.pid for engine in demo.engines()}
     gateway = demo.pid("gateway")
     kill = h.after(10, lambda answer: demo.signal("gateway"))
-    got = demo.stream(h.COMPLETIONS, h.story(demo, seed, h.SAMPLED, tokens=32), headers=headers, watch=kill)
+    got = demo.stream(h.COMPLETIONS, h.story(demo, seed, h.SAMPLED, tokens=20), headers=headers, watch=kill)
     assert got.broken, "the client must have lost its connection"
     resume_when_back(demo, got, by=by)
     h.assert_same(got, want, "gateway killed after 10 tokens")
