@@ -212,11 +212,14 @@ class System:
         self.wait_ready(timeout_s=timeout_s)
         return self
 
-    def wait_ready(self, engines: int | None = None, timeout_s: float = 120.0) -> None:
+    def wait_ready(self, engines: int | None = None, timeout_s: float = 120.0, every_s: float = 0.05) -> None:
         """Wait until /health is 200 and that many engines (default: all) are ready."""
         wanted = self.engine_count if engines is None else engines
         self.wait(
-            f"{wanted} ready engines", lambda: len(self.ready_engines()) >= wanted and self.healthy(), timeout_s, 0.05
+            f"{wanted} ready engines",
+            lambda: len(self.ready_engines()) >= wanted and self.healthy(),
+            timeout_s,
+            every_s,
         )
 
     def wait(self, what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, every_s: float = 0.02) -> T:

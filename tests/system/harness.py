@@ -346,6 +346,6 @@ def cached(answer: Answer) -> int:
 
 def settled(system: System, timeout_s: float = 60.0) -> System:
     """Every engine is ready and none works on anything: the next request runs alone."""
-    system.wait_ready(timeout_s=timeout_s)
+    system.wait_ready(timeout_s=timeout_s, every_s=0.1)
     system.wait("idle engines", lambda: not any(engine.busy for engine in system.engines()), timeout_s)
     return system

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.driver import System
+from bench.driver import System, wait_for
 from tests.system import conftest
 from tests.system import harness as h
 
@@ -179,3 +179,15 @@ def test_tiny_a_keeper_that_is_stopped_is_a_degraded_state(tiny: System) -> None
         tiny.signal("keeper", signal.SIGCONT)
     assert keeper
     tiny.wait("the end of it", lambda: not tiny.get("/health")["degraded"], 60.0, 0.1)
+
+
+def test_tiny_a_second_signal_kills_what_the_first_waits_for(other: System) -> None:
+    """Last, since it ends the installation."""
+    assert other.serve is not None
+    other.signal("gateway", signal.SIGSTOP)  # it can't drain
+    other.serve.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.serve.wait(1.0)
+    other.serve.send_signal(signal.SIGINT)
+    other.serve.wait(60.0)
+    wait_for("an end of every process", lambda: not other.processes(), 60.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.driver import System, wait_for
+from bench.driver import System
 from tests.system import harness
 
 ORPHANS_END_S = 15 + 60  # an engine waits 15 s for a host agent, and looks once a second
@@ -119,14 +119,3 @@ def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System
     verified = json.loads(concordia(own, "verify", "--json").stdout)
     assert verified["ok"]
     assert verified["checked"]["sequences"] >= 1
-
-
-def test_a_second_signal_kills_what_the_first_waits_for(own: System) -> None:
-    assert own.serve is not None
-    own.signal("gateway", signal.SIGSTOP)  # it can't drain
-    own.serve.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        own.serve.wait(1.0)
-    own.serve.send_signal(signal.SIGINT)
-    own.serve.wait(60.0)
-    wait_for("an end of every process", lambda: not own.processes(), 60.0)
