@@ -15,7 +15,7 @@ from bench.sse import Answer
 from tests.system import harness as h
 
 SAMPLE_SEED = 424242
-TINY_TOKENS = 36  # more than a block
+TINY_TOKENS = h.ANSWER_TOKENS  # more than a block
 
 
 @pytest.mark.timeout(280)
