@@ -173,10 +173,10 @@ async def test_each_way_to_lose_an_engine_has_its_own_event_and_count(make_world
 
 async def test_host_agent_says_what_it_died_of_though_its_pidfd_was_first(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Without its word, the end of the process is enough."""
-    monkeypatch.setattr(membership, "WORD_S", 0.5)
     world = await make_world()
     world.host.confirm_suspects = False
     for incarnation, told in ((1, True), (3, False)):
+        monkeypatch.setattr(membership, "WORD_S", 60.0 if told else 0.05)
         process = await asyncio.create_subprocess_exec("sleep", "100")
         engine = await world.engine("e0", incarnation, pid=process.pid, budget=2)
         task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
