@@ -3,10 +3,9 @@
 Question  Bandwidth of `LaneWriter.append_rows` (room, rows, both checksums, commit word), from 23 KB to 4 MB.
 Regime    One writer in this process, no keeper beside it; the ring is warm, in shared memory, and is freed before it is
           full. It lies in pages of 2 MB where the kernel has them (`tiers.huge_pages`; `lane_huge_bytes` of the saved result).
-          Eight records in a row, as when an engine catches up, until a reader could see the last one; of large ones the writer and
-          its second thread copy and sum one each at a time, while that is faster (`tiers.behind`). A frame is copied from
-          ordinary memory by one numpy call, as a capture of contiguous rows would. Both sides alternate; they go round
-          regions of the same size, so that neither finds its target in the processor's cache.
+          Eight records in a row, as when an engine catches up. A frame is one piece of ordinary memory, as a capture of
+          contiguous rows would be. Both sides alternate; they go round regions of the same size, so that neither finds its
+          target in the processor's cache.
 Baseline  as many memcpys of the frame into warm shared memory as any program maps it (pages of 4 KB), one thread.
 Unit      GB/s, of medians; ratio is append / memcpy (wanted at 1 MB: at least 0.8)
 Seed      of the frames' bytes
@@ -18,12 +17,12 @@ import mmap
 import os
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bench import report
+from tiers.copy_sum import Memory
 from tiers.huge_pages import huge_bytes
 from tiers.lane import LaneWriter
 from tiers.lane_reader import LaneReader
@@ -64,7 +63,7 @@ def measure(
     """Median nanoseconds of an append and of a memcpy of `size` bytes."""
     layout = Layout(((1, size),))
     frame = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-    tokens, fill = np.zeros(1, np.int32), partial(_copy, frame)
+    tokens, pieces = np.zeros(1, np.int32), [Memory.of(frame)]
     lane.append_open(SEQUENCE, 1, RootId(bytes(16)), layout, 32, "bench", "", "bench", tokens[:0])
     appended, copied, place, position = [], [], 0, 0
     for index in range(repeats + WARM_UP):
@@ -72,9 +71,8 @@ def measure(
             keeper.advance_tail(lane.head)
         began = time.perf_counter_ns()
         for _ in range(BURST):
-            lane.append_rows(layout, SEQUENCE, 1, position, tokens, fill)
+            lane.append_rows(layout, SEQUENCE, 1, position, tokens, pieces)
             position += 1
-        lane.settle()
         appended.append((time.perf_counter_ns() - began) / BURST)
         began = time.perf_counter_ns()
         for _ in range(BURST):
@@ -83,10 +81,6 @@ def measure(
         copied.append((time.perf_counter_ns() - began) / BURST)
     keeper.advance_tail(lane.head)
     return report.median(appended[WARM_UP:]), report.median(copied[WARM_UP:])
-
-
-def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    np.copyto(target, source)
 
 
 def shared(path: Path, size: int) -> np.ndarray:

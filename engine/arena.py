@@ -23,6 +23,7 @@ import torch
 
 from engine.plan import Kinds
 from engine.states import Snapshot, StateRows, StateShape
+from tiers.copy_sum import Memory, copy
 from tiers.layout import ALL_GROUPS, Layout
 from tiers.pages import give_back
 
@@ -149,6 +150,7 @@ class Arena:
     words: list[np.ndarray] = field(
         default_factory=list
     )  # on a host, the groups as (slots, planes, capacity, words of a row)
+    addresses: list[int] = field(default_factory=list)  # of the words
     key_views: list[dict[int, torch.Tensor]] = field(default_factory=list)  # [slot][layer] (heads, capacity, dim)
     value_views: list[dict[int, torch.Tensor]] = field(default_factory=list)
     applier: Applier | None = None  # on a GPU, once there are handlers
@@ -207,6 +209,7 @@ class Arena:
         )  # fmt: skip
         if device.type == "cpu":
             arena.words = [_words(group) for group in groups]
+            arena.addresses = [words.ctypes.data for words in arena.words]
         arena.key_views = [{at: arena._plane(i, r) for at, r in keys.items()} for i in range(slot_count)]
         arena.value_views = [{at: arena._plane(i, r) for at, r in values.items()} for i in range(slot_count)]
         return arena
@@ -306,25 +309,23 @@ class Arena:
 
     def copy_out(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
         """State of [start, end) -> `frame` (uint8, layout order, writable)."""
-        if self.words:
-            self._copy_words(slot, start, end, frame)
+        if self.words:  # numpy needs half as long as torch to find the rows of one token
+            copy(self.host_rows(slot, start, end), frame)
             return
         for group, at, target in zip(self.groups, self.group_windows, self._typed(frame, end - start), strict=True):
             base = slot.bases[at]
             assert start >= base, "captured rows that the window's buffer no longer holds"
             target.copy_(group[slot.index, :, start - base : end - base])
 
-    def _copy_words(self, slot: Slot, start: int, end: int, frame: np.ndarray) -> None:
-        """`copy_out` on a host, where numpy needs half as long as torch to find the rows of one token."""
-        count, at = end - start, 0
-        for words, window in zip(self.words, self.group_windows, strict=True):
+    def host_rows(self, slot: Slot, start: int, end: int) -> list[Memory]:
+        """On a host, the rows of [start, end) where they lie: by group (planes, tokens, words of a row), in layout order."""
+        pieces = []
+        for words, address, window in zip(self.words, self.addresses, self.group_windows, strict=True):
             base = slot.bases[window]
             assert start >= base, "captured rows that the window's buffer no longer holds"
-            rows = words[slot.index, :, start - base : end - base]
-            target = frame[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
-            np.copyto(target, rows)
-            at += rows.nbytes
-        assert at == frame.size == self.layout.token_bytes * count, "frame size does not match its token count"
+            at = slot.index * words.strides[0] + (start - base) * words.strides[2]
+            pieces.append(Memory(words[slot.index, :, start - base : end - base], address + at))
+        return pieces
 
     def copy_in(
         self,

@@ -341,8 +341,6 @@ class Engine:
             if sequence.cursor is not None:
                 position = sequence.cursor.position
         self._write_points(everything=True)
-        if self.capture:
-            self.capture.settle()
         self.link.send(m.Released(*key, position))
 
     def _take_off_queue(self, key: tuple[str, int]) -> bool:
@@ -376,8 +374,6 @@ class Engine:
         running = {s.slot.index for s in self.active if s.slot}
         freed, position = 0, 0
         self._catch_up()
-        if self.capture:
-            self.capture.settle()
         for slot in self.arena.slots:
             if slot.session != park.session or slot.index in running or not slot.length:
                 continue
@@ -730,7 +726,6 @@ class Engine:
             else:
                 self.lagging.append((cursor, slot))
             slot.stored = max(slot.stored, cursor.position)
-            self.capture.settle()
             self.link.send(m.Captured([(*sequence.key, cursor.position)]))
             log.debug("capture.done", stream=cursor.stream, position=cursor.position, computed=slot.length)
         if not sequence.submit.capture:
@@ -810,8 +805,6 @@ class Engine:
         self.link.send(m.Stats(self.stats(), self.tenant_stats()))
         positions = [(*s.key, s.cursor.position) for s in self.active if s.cursor]
         if positions:
-            if self.capture:
-                self.capture.settle()
             self.link.send(m.Captured(positions))
 
     def stats(self) -> m.EngineStats:

@@ -43,6 +43,7 @@ from engine.points import Points
 from engine.restore import Speeds
 from engine.settings import EngineSettings
 from engine.status_page import StatusPage
+from tiers import copy_sum
 from tiers.lane import LaneWriter
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
@@ -193,6 +194,7 @@ def build(
 
 def lane_of(engine: str, incarnation: int, tiers: TierSettings, paths: Paths) -> LaneWriter:
     """Open the engine's lane for writing; made anew if there is none."""
+    copy_sum.make_ready()  # where no nursery did: the first step that captures would wait for it
     paths.lane_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     return LaneWriter.open(
         paths.lane(engine),

@@ -201,7 +201,9 @@ def import_engine(model_dir: str) -> Run:
     gc.disable()  # nothing that is imported is garbage: looking for some among it takes an eighth of the time
     lean_torch.import_lean()
     from engine import main as engine_main
+    from tiers import copy_sum
 
+    copy_sum.make_ready()
     _compile_renamings()
     _know_model(Path(model_dir))
     gc.freeze()  # what is imported now is shared with the children, page by page, until somebody writes

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tiers import failpoints, media
-from tiers.behind import Behind
+from tiers.copy_sum import Memory, copy, copy_and_sum
 from tiers.errors import BadRecord, LaneFull, TooLarge
 from tiers.keys import Keyring
 from tiers.lane_files import close_map, lock_writer, make_device_lane, make_lane, usable_lane
@@ -60,17 +59,15 @@ from tiers.shares import LaneShares
 
 log = structlog.get_logger()
 
-# Of a frame: from here on copying and summing it takes longer than handing it over to another thread.
-SHARED_BYTES = 512 << 10
-
-Fill = Callable[[np.ndarray], object]  # copies rows into a frame
 _TOKEN = np.dtype("<i4")
-# Number, where it goes, all of it before the checksum, payload, its offset.
-_Entry = tuple[int, int, bytes, memoryview, int]
 
 
-def _nothing(frame: np.ndarray) -> None:
-    """Its rows are there."""
+def _put_tokens(payload: memoryview, tokens: Any, token_count: int) -> int:
+    """Begin a record of rows with the ids of its tokens; returns the bytes that they take, a multiple of 64."""
+    packed, size = np.asarray(tokens, _TOKEN).tobytes(), tokens_bytes(token_count)
+    assert len(packed) == 4 * token_count, f"{len(packed) // 4} tokens for {token_count} rows"
+    payload[:size] = packed.ljust(size, b"\0")
+    return size
 
 
 class Reservation:
@@ -80,7 +77,7 @@ class Reservation:
     offset  of the payload, monotonic; size: its bytes
     """
 
-    __slots__ = ("frame", "namespace", "offset", "size", "token_count", "_lane", "_tokens")
+    __slots__ = ("frame", "namespace", "offset", "size", "token_count", "_lane", "_payload")
 
     def __init__(self, lane: LaneWriter, offset: int, token_count: int, size: int, namespace: str) -> None:
         place, tokens = offset % lane.lane_bytes, tokens_bytes(token_count)
@@ -89,27 +86,19 @@ class Reservation:
         self.namespace = namespace
         self.offset = offset
         self.token_count = token_count
-        self._tokens = lane._payloads[place : place + tokens]
+        self._payload = lane._payloads[place : place + size]
         self.frame = lane.ring[place + tokens : place + size]
-
-    def put_tokens(self, tokens: Any) -> None:
-        """Write the ids of the record's tokens: int32 array or list, token_count long."""
-        packed = np.asarray(tokens, dtype=_TOKEN).tobytes()
-        assert len(packed) == 4 * self.token_count, f"{len(packed) // 4} tokens for {self.token_count} rows"
-        self._tokens[:] = packed.ljust(len(self._tokens), b"\0")
 
     def commit(self, sequence: SequenceId, epoch: int, token_start: int, tokens: Any) -> int:
         """Publish the rows of [token_start, token_start + token_count) and return the record's number.
 
         tokens  ids of those positions, int32 array or list, token_count long
-        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call. A frame of SHARED_BYTES and
-                more is summed and published by the writer's second thread, as a rule: `LaneWriter.settle` waits for it
+        Cost    one checksum pass over the payload (10 GB/s and more, releases the GIL), no system call
         """
         lane, end = self._lane, token_start + self.token_count
         lane._take(self)
-        self.put_tokens(tokens)
-        entry = lane._entry_of(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, self.size)
-        return lane._share(entry, _nothing, self.frame, at_once=True) if lane.shares_out(self) else lane._commit(entry)
+        _put_tokens(self._payload, tokens, self.token_count)
+        return lane._append(RecordType.ROWS, sequence, epoch, token_start, end, self.offset, self.size)
 
 
 class PointReservation:
@@ -195,12 +184,9 @@ class LaneWriter:
         self._data = data_offset(record_count)  # where the ring starts
         self._payloads = self._memory[self._data : self._data + lane_bytes]
         self._ring = np.frombuffer(self._payloads, dtype=np.uint8)
+        self._ring_address = self._ring.ctypes.data
         self._reserved: list[AnyReservation] = []  # in the order of their places
         self._before_reuse: Callable[[], None] | None = None
-        self._behind = Behind() if len(os.sched_getaffinity(0)) > 1 else None
-        self._pending: deque[tuple[int, int]] = (
-            deque()
-        )  # number and payload offset of records that may not be published
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
 
@@ -310,9 +296,6 @@ class LaneWriter:
         tail = self._words[TAIL_WORD]
         if tail >= self._head:
             return self._head_bytes
-        for number, offset in self._pending:
-            if tail == number:
-                return offset  # its entry may not be there yet
         # Entry `tail` is not freed, so this writer has not reused its slot.
         return self._words[(self._entry_offset(tail) >> 3) + PAYLOAD_OFFSET]
 
@@ -329,36 +312,26 @@ class LaneWriter:
         return reservation
 
     def append_rows(
-        self, layout: Layout, sequence: SequenceId, epoch: int, token_start: int, tokens: Any, fill: Fill,
-        namespace: str = "",
+        self, layout: Layout, sequence: SequenceId, epoch: int, token_start: int, tokens: Any,
+        pieces: Sequence[Memory], namespace: str = "",
     ) -> int:  # fmt: skip
-        """Reserve room for the rows of `tokens`, have `fill` copy them into it, and commit. As `reserve_rows` and its `commit`.
+        """Put the rows of `tokens` at the end of the lane, and return the record's number. Raises as `reserve_rows`.
 
-        fill    called once, with the frame (writable uint8, flat). For a record of SHARED_BYTES and more maybe in the writer's second
-                thread, and after this has returned: then readers see it later. What it reads must stay as it is until `settle`
-        Raises  also what kept an earlier record from being published: it, what came after it, and this one are dropped
+        pieces  what the frame consists of, one behind another, as `Arena.host_rows` gives it and `copy_and_sum` takes it
+        Cost    one pass that copies and sums, no system call
         """
-        if self._is_sealed(namespace):
-            reservation = self.reserve_rows(layout, len(tokens), namespace)
-            fill(reservation.frame)
-            return reservation.commit(sequence, epoch, token_start, tokens)
-        # All that can be done before the copy is: behind it the processor's caches hold rows, and no longer this program.
         count = len(tokens)
-        frame_start = tokens_bytes(count)
-        size = frame_start + layout.frame_bytes(count)
+        if self._is_sealed(namespace):
+            reservation = self.reserve_rows(layout, count, namespace)
+            copy(pieces, reservation.frame)
+            return reservation.commit(sequence, epoch, token_start, tokens)
+        size = tokens_bytes(count) + layout.frame_bytes(count)
         offset = self._reserve(size, namespace)
-        entry = self._entry_of(RecordType.ROWS, sequence, epoch, token_start, token_start + count, offset, size)
-        payload, place = entry[3], offset % self.lane_bytes
-        payload[:frame_start] = np.asarray(tokens, _TOKEN).tobytes().ljust(frame_start, b"\0")
-        frame = self._ring[place + frame_start : place + size]
-        if size >= SHARED_BYTES and self._behind is not None:
-            return self._share(entry, fill, frame, at_once=False)
-        fill(frame)
-        return self._commit(entry)
-
-    def shares_out(self, reservation: Reservation) -> bool:
-        """Whether a record is so large that its work is shared with the second thread."""
-        return self._behind is not None and reservation.size >= SHARED_BYTES
+        place = offset % self.lane_bytes
+        start = _put_tokens(self._payloads[place : place + size], tokens, count)
+        payload = Memory(self._ring[place : place + size], self._ring_address + place)
+        checksum = copy_and_sum(pieces, payload, start)
+        return self._append(RecordType.ROWS, sequence, epoch, token_start, token_start + count, offset, size, checksum)
 
     def reserve_rows_together(
         self, layout: Layout, wanted: Sequence[tuple[int, str]], before_reuse: Callable[[], None]
@@ -501,67 +474,32 @@ class LaneWriter:
         failpoints.reach("append.payload.before")
         return offset
 
-    def _append(self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int) -> int:
-        """Publish a record whose payload stands, and return its number."""
-        return self._commit(self._entry_of(kind, sequence, epoch, start, end, offset, size))
-
-    def _entry_of(
-        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int
-    ) -> _Entry:
+    def _append(
+        self, kind: int, sequence: SequenceId, epoch: int, start: int, end: int, offset: int, size: int,
+        checksum: int | None = None,
+    ) -> int:  # fmt: skip
+        """Let readers see a record whose payload stands; returns its number. One that they can't see (a flush failed) was never there."""
+        failpoints.reach("append.payload.after")
         number, place = self._head, offset % self.lane_bytes
         version = SEALED_VERSION if kind & SEALED else ENTRY_VERSION
-        body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, 0)
-        payload = self._payloads[place : place + size]
-        return number, self._entry_offset(number), body[:-CHECKSUM_BYTES], payload, offset
-
-    def _commit(self, entry: _Entry) -> int:
-        """Let readers see a record. One that they can't see (a flush failed) was never there."""
-        failpoints.reach("append.payload.after")
-        if self._pending:
-            self.settle()
+        if checksum is None:
+            checksum = xxh3_64_intdigest(self._payloads[place : place + size])
+        body = ENTRY.pack(ENTRY_MAGIC, version, kind, number, epoch, sequence, start, end, offset, size, checksum)
         try:
-            self._publish(entry, xxh3_64_intdigest(entry[3]))
+            self._publish(number, body, place, size)
         except BaseException:
             self._let_go()
-            if self._is_published(entry[0]):
-                self._enter(entry)
+            if self._is_published(number):
+                self._enter(number, offset, size)
             raise
-        return self._enter(entry)
-
-    def _share(self, entry: _Entry, fill: Fill, frame: np.ndarray, *, at_once: bool) -> int:
-        """Have a record filled and summed by this thread or the one beside it, and published in its turn. As `Behind.share`."""
-        assert self._behind is not None
-        number, _, _, payload, offset = entry
-
-        def prepare() -> int:
-            fill(frame)
-            failpoints.reach("append.payload.after")
-            return xxh3_64_intdigest(payload)
-
-        while self._pending and self._is_published(self._pending[0][0]):
-            self._pending.popleft()
-        self._pending.append((number, offset))
-        self._enter(entry)
-        self._behind.share(len(payload), prepare, partial(self._publish, entry), at_once=at_once)
-        if self._behind.has_failed:
-            self.settle()
+        self._enter(number, offset, size)
         return number
 
-    def _enter(self, entry: _Entry) -> int:
-        """The record has its number and its room."""
-        number, _, _, payload, offset = entry
-        size = padded(len(payload))
-        self._head, self._head_bytes = number + 1, offset + size
-        self.shares.charge(number, self._reserved_for, size)
-        return number
-
-    def _publish(self, entry: _Entry, checksum: int) -> None:
-        """Let readers see a record whose payload stands. This thread, or the one beside it."""
-        number, at, head, payload, offset = entry
-        body, flush = head + checksum.to_bytes(CHECKSUM_BYTES, "little"), self._flush
+    def _publish(self, number: int, body: bytes, place: int, size: int) -> None:
+        at, flush = self._entry_offset(number), self._flush
         self._memory[at : at + CHECKED_BYTES] = body + xxh3_64_intdigest(body).to_bytes(CHECKSUM_BYTES, "little")
-        if flush is not None and payload:
-            flush(self._data + offset % self.lane_bytes, len(payload))
+        if flush is not None and size:
+            flush(self._data + place, size)
         failpoints.reach("append.commit_word.before")
         # Commit word last, one aligned 8-byte store: a reader that sees it sees the record.
         self._words[(at >> 3) + COMMIT] = number + 1
@@ -569,18 +507,13 @@ class LaneWriter:
             flush(at, ENTRY_BYTES)
         failpoints.reach("append.commit_word.after")
 
+    def _enter(self, number: int, offset: int, size: int) -> None:
+        """The record has its number and its room."""
+        self._head, self._head_bytes = number + 1, offset + padded(size)
+        self.shares.charge(number, self._reserved_for, padded(size))
+
     def _is_published(self, number: int) -> bool:
         return self._words[(self._entry_offset(number) >> 3) + COMMIT] == number + 1
-
-    def _drop_unpublished(self) -> None:
-        """Take back the records that readers can't see, and what their tenants were charged for them."""
-        while self._pending and self._is_published(self._pending[0][0]):
-            self._pending.popleft()
-        if self._pending:
-            self._head, self._head_bytes = self._pending[0]
-            self.shares.drop(self._head)
-        self._pending.clear()
-        self._let_go()
 
     def is_gone(self) -> bool:
         """Whether the file was deleted, moved or replaced: what is appended is lost when keeper and writer are. A system call or two."""
@@ -591,26 +524,11 @@ class LaneWriter:
             return True
         return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
-    def settle(self) -> None:
-        """Wait until every record that was committed can be read. Raises what kept one from it: it and those after it are dropped."""
-        if not self._pending or self._behind is None:
-            return
-        error = self._behind.wait()
-        if error is not None:
-            self._drop_unpublished()
-            raise error
-        self._pending.clear()
-
     def close(self) -> None:
         """Let the lane go. Views handed out by reservations keep the mapping alive until they are dropped."""
-        try:
-            self.settle()
-        finally:
-            self._let_go()
-            if self._behind is not None:
-                self._behind.end()
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping may hold a duplicate of the descriptor
-            os.close(self._file)
-            self._words.release()
-            del self._ring, self._payloads
-            close_map(self._map, self._memory)
+        self._let_go()
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # by hand: the mapping may hold a duplicate of the descriptor
+        os.close(self._file)
+        self._words.release()
+        del self._ring, self._payloads
+        close_map(self._map, self._memory)

@@ -47,12 +47,6 @@ class LaneShares:
         self._waiting.append((number, namespace, size))
         self.used[namespace] += size
 
-    def drop(self, number: int) -> None:
-        """Record `number` and those after it are not in the lane: they could not be published."""
-        while self._waiting and self._waiting[-1][0] >= number:
-            _, namespace, size = self._waiting.pop()
-            self.used[namespace] -= size
-
     def free(self, tail: int) -> None:
         """Records before `tail` take nothing any more."""
         while self._waiting and self._waiting[0][0] < tail:

@@ -59,7 +59,6 @@ class Bench:
 
     def drain(self) -> None:
         """The lane is empty again."""
-        self.capture.settle()
         self.keeper.advance_tail(self.capture.lane.head)
 
     def forward(self, slots: list[Slot], tokens: list[list[int]]) -> torch.Tensor:

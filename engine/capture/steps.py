@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -151,8 +150,6 @@ class Capture:
                 log.warning("capture.lane_full", stream=cursor.stream, position=cursor.position, times=self.lane_full)
             return False
         finally:
-            if self.rows is None:
-                self.lane.settle()  # what was appended reads the slot's rows, which may change from here on
             self.seconds += time.perf_counter() - began
         return True
 
@@ -184,10 +181,6 @@ class Capture:
         """Capture a sequence once more behind the first `held` tokens, which the tiers have: the lane that it was in is gone."""
         cursor.start = cursor.position = min(held, cursor.position) // self.block_tokens * self.block_tokens
         cursor.opened = False
-
-    def settle(self) -> None:
-        """Wait until all that was captured can be read by others: before somebody is told of it."""
-        self.lane.settle()
 
     def let_go(self) -> None:
         """Close the lane; handlers first, which may have its memory registered."""
@@ -223,16 +216,16 @@ class Capture:
     def _append(self, cursor: Cursor, slot: Slot, end: int) -> None:
         start = cursor.position
         layout, tokens = self.arena.layout, slot.tokens[start:end]
-        if self.rows is None:
-            fill = partial(self.arena.copy_out, slot, start, end)
-            self.lane.append_rows(layout, cursor.sequence, cursor.epoch, start, tokens, fill, slot.namespace)
+        if self.rows is None and self.arena.words:
+            rows = self.arena.host_rows(slot, start, end)
+            self.lane.append_rows(layout, cursor.sequence, cursor.epoch, start, tokens, rows, slot.namespace)
         else:
             promised = self._reserved.pop((slot.index, start, end), None)
             if promised is not None and self.lane.holds(promised):
                 reservation: Reservation | SealedReservation = promised
             else:
                 reservation = self.lane.reserve_rows(layout, end - start, slot.namespace)
-            self.rows.copy_out(slot, start, end, reservation.frame)
+            (self.arena if self.rows is None else self.rows).copy_out(slot, start, end, reservation.frame)
             reservation.commit(cursor.sequence, cursor.epoch, start, tokens)
         cursor.position = end
         self.captured_bytes += layout.frame_bytes(end - start)

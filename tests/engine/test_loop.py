@@ -10,10 +10,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from engine import messages as m
-from engine.capture import steps
 from tests.engine.driver import EngineDriver, random_tokens, submit
-from tiers import lane
-from tiers.behind import Behind, Pace
 
 Start = Callable[..., EngineDriver]
 HOT = m.Sampling(temperature=0.8, seed=1234)
@@ -91,30 +88,6 @@ def test_a_prefill_that_was_interrupted_goes_on_from_its_last_chunk(start_engine
     assert spare.started("s").reused == {"lane": 256 * chunks_done}
     forced = next(message for message in spare.sent if isinstance(message, m.Forced))
     assert forced.token_count == 0, "tokens of the prompt are not fed one by one"
-
-
-@pytest.mark.parametrize("drained", [False, True], ids=["lane", "disk"])
-def test_rows_that_two_threads_copied_are_restored_as_they_were(
-    start_engine: Start, keeper, drained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every record is shared out, several a step, and the thread is asked for each of them."""
-    monkeypatch.setattr(steps, "_RECORD_TOKENS", 7)
-    monkeypatch.setattr(lane, "SHARED_BYTES", 1)
-    monkeypatch.setattr(Pace, "took", lambda pace, seconds: None)
-    prompt = random_tokens(5, 290)
-    serving, spare = start_engine(), start_engine("spare")
-    serving.engine.capture.lane._behind = serving.engine.capture.lane._behind or Behind()
-    serving.handle(submit("s", prompt, 8, sampling=HOT))
-    serving.run()
-    whole = serving.tokens("s")
-    assert serving.engine.capture.lane.head > 290 // 7
-    serving.close()
-    if drained:
-        keeper()
-    spare.handle(submit("s", prompt + whole[:5], 8, epoch=2, prompt_count=290, prefill_start=0, sampling=HOT))
-    spare.run()
-    assert spare.tokens("s") == whole[5:] and spare.started("s").recomputed == 1
-    assert set(spare.started("s").reused) == {"disk" if drained else "lane"}
 
 
 @pytest.mark.process

@@ -279,7 +279,8 @@ def test_reader_can_only_write_the_tail_page(world: World) -> None:
 WRITER = """
 import sys
 import numpy as np
-from tests.tiers.sample import LAYOUT, World, append_rows, sequence, some_tokens
+from tests.tiers.sample import LAYOUT, World, rows, sequence, some_tokens
+from tiers.copy_sum import Memory
 from tiers.errors import LaneFull
 from tiers.paths import Paths
 lane = World(Paths.at(sys.argv[1], sys.argv[2])).lane()
@@ -287,7 +288,8 @@ print("go", flush=True)
 position = 0
 while True:
     try:
-        append_rows(lane, "a", position, some_tokens(1 + position % 40, seed=position))
+        tokens = some_tokens(1 + position % 40, seed=position)  # the kernel takes 8, 16, ...
+        lane.append_rows(LAYOUT, sequence("a"), 1, position, tokens, [Memory.of(rows(position, tokens))])
         position += 1
     except LaneFull:
         pass

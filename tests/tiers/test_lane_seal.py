@@ -35,6 +35,7 @@ from tests.tiers.sample import (
     state,
 )
 from tests.tiers.test_golden import put_lane
+from tiers.copy_sum import Memory
 from tiers.drain import Drain
 from tiers.errors import BadBlock, BadRecord
 from tiers.keys import KEYS_VARIABLE, BadKeys, Keyring
@@ -75,6 +76,15 @@ def test_restored_from_the_lane_and_drained_as_ever(world: World, keys: pytest.M
     counts = world.drain()
     assert counts.get("bad_records", 0) == 0
     assert read_all(world.finder(), TOKENS, namespace="secret") == (43, ["disk"] * 6)
+
+
+def test_rows_that_are_appended_from_where_they_lie_are_sealed(world: World, keys: pytest.MonkeyPatch) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [11], session=SESSION, namespace="secret")
+    pieces = [Memory.of(rows(11, TOKENS[11:43]))]
+    lane.append_rows(LAYOUT, sequence("a"), 1, 11, TOKENS[11:43], pieces, "secret")
+    assert not readable(world)
+    assert read_all(world.finder(), TOKENS, namespace="secret") == (43, ["lane"] * 2)
 
 
 def test_tenants_without_a_key_share_the_lane_openly(world: World, keys: pytest.MonkeyPatch) -> None:
