@@ -21,6 +21,7 @@ import lmdb
 import structlog
 
 from tiers.errors import BadBlock, StoreFailed
+from tiers.free_list import free_list_problem
 from tiers.group import Group
 from tiers.layout import BlockId
 from tiers.roots import mended_copies
@@ -113,7 +114,8 @@ def _find_databases(directory: Path, map_bytes: int) -> None:
 
 
 def is_walkable(store_dir: Path, *, map_bytes: int) -> bool:
-    """Whether LMDB finds its way through the whole file, tried by a child process: a damaged page may be the end of who looks at it.
+    """Whether LMDB finds its way through the whole file and its free pages, tried by a child process: a damaged page may be the end of
+    who looks at it. Not beside a writer.
 
     Cost: each key, and the first and last page of each value. A store that isn't there is walkable.
     """
@@ -145,6 +147,7 @@ def _child_signals() -> None:
 
 
 def _walk(store_dir: Path, map_bytes: int) -> None:
+    assert not free_list_problem(store_dir / "data.mdb"), "who writes it would die of it"
     env = lmdb.open(str(store_dir), map_size=map_bytes, readonly=True, max_dbs=64, lock=False)
     with env.begin(buffers=True) as transaction:
         for name in [bytes(key) for key, _ in transaction.cursor()]:

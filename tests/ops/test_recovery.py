@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, sequence, some_tokens
+from tiers.free_list import free_list_problem
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
 from tiers.offline import keeper_lock
@@ -462,3 +464,26 @@ def test_flipped_pages_of_the_store_never_end_in_wrong_rows(place: Place, seed: 
     assert place.json("verify")["ok"]
     for tokens in conversations:
         place.world.restorable(tokens)  # compares every row
+
+
+@pytest.mark.parametrize("part", ["count", "page"])
+def test_a_damaged_list_of_free_pages_is_found_and_repaired(place: Place, part: str) -> None:
+    """Readers don't look at it; whoever writes the store dies of it."""
+    conversations = [some_tokens(4 * BLOCK, seed=30 + n) for n in range(6)]
+    for number, tokens in enumerate(conversations):
+        place.session(f"s{number}", tokens)
+    for number in range(4):
+        place.json("sessions", "rm", f"s{number}", "--yes")
+    data = place.paths.store / "data.mdb"
+    assert free_list_problem(data) == ""
+    image = data.read_bytes()
+    _, root = max(
+        struct.unpack_from("<Q", image, at + 144) + struct.unpack_from("<Q", image, at + 80) for at in (0, 4096)
+    )
+    node = root * 4096 + int.from_bytes(image[root * 4096 + 16 : root * 4096 + 18], "little")
+    flip(data, node + 16 + (1 if part == "count" else 8 + 2))
+    assert free_list_problem(data)
+    assert "repair" in place.refused(6, "verify")
+    assert place.json("repair", "--yes")["saved"]["lost"] == {}
+    assert place.json("verify")["ok"] and place.run("compact").exit_code == 0
+    assert [place.world.restorable(tokens) for tokens in conversations[4:]] == [32, 32]
