@@ -57,16 +57,17 @@ def prompt_of(seed: int, count: int) -> list[int]:
 
 
 class Cold:
-    """An engine in this process, of the same model, that reuses nothing: what a cold engine says."""
+    """An engine in this process, of the same model, that reuses nothing and computes a prompt whole: what a cold engine says."""
 
     def __init__(self, model: Path, directory: Path) -> None:
-        self.driver = EngineDriver.start(model, Paths.at(directory / "data", directory / "lanes"), **ENGINE)
+        paths, options = Paths.at(directory / "data", directory / "lanes"), {**ENGINE, "prefill_chunk": 512}
+        self.driver = EngineDriver.start(model, paths, **options)
         self.count = 0
 
     def __call__(self, tokens: list[int], count: int) -> list[int]:
         self.count += 1
         name = f"cold{self.count}"
-        self.driver.handle(submit(name, tokens, count, namespace=name))
+        self.driver.handle(submit(name, tokens, count, namespace=name, capture=False))
         self.driver.run()
         return self.driver.tokens(name)
 
