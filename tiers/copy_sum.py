@@ -10,6 +10,7 @@ Source: the specification of XXH3 (xxhash.com); figures: docs/lab.md
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
@@ -151,6 +152,7 @@ def _compile() -> _Kernel:
 
 
 _SECRET_TEXT = "".join(f"\\{byte:02x}" for byte in _SECRET)
+_FENCE = "call void @llvm.x86.sse.sfence()" if platform.machine() == "x86_64" else "fence seq_cst"
 _START_TEXT = ", ".join(f"i64 {word}" for word in _START)
 
 # Stripes are mixed into eight sums with a key that moves 8 bytes a stripe; after 16 the sums are scrambled, before the next one. The
@@ -241,7 +243,7 @@ next_piece:
   br i1 %has_piece, label %piece, label %merge
 
 merge:
-  fence seq_cst
+  {_FENCE}
   %merger = load <8 x i64>, ptr getelementptr (i8, ptr @secret, i64 11), align 1
   %sums.keyed = xor <8 x i64> %sums.next, %merger
   %even = shufflevector <8 x i64> %sums.keyed, <8 x i64> poison, <4 x i32> <i32 0, i32 2, i32 4, i32 6>
@@ -263,9 +265,6 @@ merge:
   %hash.twice = xor i64 %hash.spread, %hash.low
   ret i64 %hash.twice
 }}
-
-declare i64 @llvm.vector.reduce.add.v4i64(<4 x i64>)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 !0 = !{{i32 1}}
 """
