@@ -13,7 +13,7 @@ from ops.flags import confirm, print_json
 from ops.installation import Installation, drain_what_can_be, need_data, need_whole_sessions
 from ops.processes import FileLock
 from ops.show import Bar, size
-from tiers.backup import BackupManifest, backup, check_backup, occupied, read_manifest, restore
+from tiers.backup import BackupManifest, backup, check_backup, moved_in, occupied, read_manifest, restore
 from tiers.errors import BadFile, OtherFormat, TierError
 from tiers.offline import writer_lock
 
@@ -55,7 +55,7 @@ def run_restore(here: Installation, source: Path, as_json: bool, *, replace: boo
         manifest = read_manifest(source)
     except (BadFile, OtherFormat) as error:
         raise BadData(str(error)) from error
-    there, aside = occupied(here.paths), list[Path]()
+    there, aside = [] if moved_in(manifest, here.paths) is not None else occupied(here.paths), list[Path]()
     if here.owner or here.gateway is not None:
         raise StateRefused(f"{here.paths.data_dir} is being served; stop it first")
     if there and not replace:

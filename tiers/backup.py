@@ -33,6 +33,7 @@ FORMAT = "concordia-backup"
 VERSION = 1
 MANIFEST = "MANIFEST.json"
 CHUNK_BYTES = 1 << 20
+DRAFT, MOVED = ".restore", "moved.json"  # where a restore is made, and what of it is in its place
 PARTS = ("store", "sessions", "journal", "adapters")
 Progress = Callable[[str, int, int], None]
 
@@ -60,6 +61,11 @@ class BackupManifest:
     @property
     def total_bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+    @property
+    def name(self) -> str:
+        """What no other backup has."""
+        return _digest_of(asdict(self))
 
     def encoded(self) -> bytes:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -305,17 +311,20 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     DATA/replaced-N. Interrupted, run it again: what was copied whole is kept.
     """
     manifest = read_manifest(source)
-    draft = paths.data_dir / ".restore"
+    draft = paths.data_dir / DRAFT
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
-    done = 0
+    moved, done = moved_in(manifest, paths), 0
     for file in manifest.files:
-        _restore_file(source / file.path, draft / file.path, file)
+        if Path(file.path).parts[0] not in (moved or ()):
+            _restore_file(source / file.path, draft / file.path, file)
         done += file.bytes
         progress("restore", done, manifest.total_bytes)
     _sync_tree(draft)
+    moved = moved or []
+    _note_moved(draft, manifest, moved)
     replaced = next(path for n in range(1 << 20) if not (path := paths.data_dir / f"replaced-{n}").exists())
     for name in PARTS:
-        if name == "adapters" and not (draft / name).exists():
+        if name in moved or (name == "adapters" and not (draft / name).exists()):
             continue
         (draft / name).mkdir(mode=0o700, exist_ok=True)
         target = paths.data_dir / name
@@ -323,6 +332,8 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
             replaced.mkdir(mode=0o700, exist_ok=True)
             target.rename(replaced / name)
         (draft / name).rename(target)
+        moved.append(name)
+        _note_moved(draft, manifest, moved)
     if replaced.exists() and not _holds_data(replaced):
         shutil.rmtree(replaced)
     if (draft / paths.config.name).exists() and not paths.config.exists():
@@ -330,6 +341,20 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     shutil.rmtree(draft)
     _sync_directory(paths.data_dir)
     return manifest
+
+
+def moved_in(manifest: BackupManifest, paths: Paths) -> list[str] | None:
+    """Parts that a restore of this backup had moved in when it was interrupted; None: it hadn't come so far, or was of another backup."""
+    try:
+        noted = json.loads((paths.data_dir / DRAFT / MOVED).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return list(noted["parts"]) if noted["backup"] == manifest.name else None
+
+
+def _note_moved(draft: Path, manifest: BackupManifest, parts: list[str]) -> None:
+    _write_synced(draft / (MOVED + ".new"), json.dumps({"backup": manifest.name, "parts": parts}).encode())
+    (draft / (MOVED + ".new")).rename(draft / MOVED)
 
 
 def _restore_file(source: Path, target: Path, file: CopiedFile) -> None:

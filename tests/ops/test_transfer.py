@@ -412,6 +412,33 @@ def test_an_interrupted_restore_goes_on(place: Place, target: Place, tmp_path: P
     assert not (target.paths.data_dir / ".restore").exists()
 
 
+@pytest.mark.parametrize("moves", range(1, 4))
+def test_a_restore_that_is_interrupted_while_its_parts_are_moved_in_goes_on(
+    place: Place, target: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+) -> None:
+    place.session("chat", TOKENS)
+    place.json("backup", str(tmp_path / "backup"))
+    target.session("mine", some_tokens(2 * BLOCK, seed=5))
+    note, left = backups._note_moved, [moves]
+
+    def interrupted(*given: object) -> None:
+        note(*given)  # type: ignore[arg-type]
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backups, "_note_moved", interrupted)
+        arguments = ("restore", str(tmp_path / "backup"), "--replace", "--yes")
+        assert target.run(*arguments).exit_code == 130
+    target.json("restore", str(tmp_path / "backup"))
+    assert target.world.restorable(TOKENS) == 43 and target.json("verify")["ok"]
+    assert [row["id"] for row in target.json("sessions", "ls")["data"]] == ["chat"]
+    assert not (target.paths.data_dir / ".restore").exists()
+    kept = [path.name for path in target.paths.data_dir.glob("replaced-*/store/data.mdb")]
+    assert kept == ["data.mdb"], "what was there is kept once, and what was restored isn't beside it"
+
+
 def test_a_backup_that_was_interrupted_is_no_backup(place: Place, tmp_path: Path) -> None:
     place.session("chat", TOKENS)
     (tmp_path / "backup.part" / "store").mkdir(parents=True)
