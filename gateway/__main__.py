@@ -25,7 +25,7 @@ def configure_log(level: int = logging.INFO) -> None:
     """For people on a terminal, one JSON object a line otherwise. Under `serve` the log is set up before."""
     renderer: list = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     if sys.stderr.isatty():
-        renderer = [structlog.dev.ConsoleRenderer()]
+        renderer = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     stamp = structlog.processors.TimeStamper(fmt="iso")
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, stamp, *renderer],

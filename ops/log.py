@@ -25,7 +25,11 @@ def configure(process: str, *, format: str = "auto", level: str = "info") -> Non
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
     ]
     last: list[Any] = (
-        [structlog.dev.ConsoleRenderer(colors=terminal, pad_event_to=28)]
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=terminal, pad_event_to=28, exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

@@ -322,7 +322,7 @@ def _write_pid_file(path: Path, incarnation: int) -> None:
 def _configure_log(log_format: str, level: str) -> None:
     render: Any = structlog.processors.JSONRenderer()
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
-        render = structlog.dev.ConsoleRenderer()
+        render = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

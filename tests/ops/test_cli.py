@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -393,3 +395,9 @@ def test_the_welcome_shows_what_the_model_answers(files: tuple[str, ...], tmp_pa
         return
     assert "/v1/completions" in curl and "client.completions.create" in python
     assert isinstance(body["prompt"], str if files else list)
+
+
+@pytest.mark.process
+def test_no_process_that_serves_imports_what_only_commands_print_with() -> None:
+    program = "import sys, gateway.app, ops.host, tiers.keeper, engine.nursery; assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
