@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt ops/setup.sh
 serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 (ARGS="--port 9000 ...")
 	@exec $(VENV)/bin/concordia serve $(ARGS)
 
-test: $(STAMP)  ## run the whole suite, in about seventeen minutes on two cores (fetches the demo model the first time)
+test: $(STAMP)  ## run the whole suite, in about fourteen minutes on two cores (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(WITH_SYSTEMS) $(ARGS)
 
