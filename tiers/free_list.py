@@ -1,4 +1,4 @@
-"""LMDB's list of free pages, read from a store's file: whether it makes sense. For `concordia verify` and `repair`, while no keeper runs.
+"""LMDB's list of free pages, read from a store's file: whether it makes sense. For who is about to write it, and for `concordia verify`.
 
 Nobody who reads a store looks at it, but who writes one dies of it where it is damaged (an assertion of LMDB's), or takes pages that
 are in use. Pages of no database are read, none is mapped. Source: lmdb's mdb.c (MDB_page, MDB_node, MDB_meta), midl.h

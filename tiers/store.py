@@ -19,6 +19,7 @@ import structlog
 
 from tiers import failpoints, late_keys, whole_file
 from tiers.errors import OtherFormat, StoreFailed
+from tiers.free_list import free_list_problem
 from tiers.group import Group, Noting, Scratch
 from tiers.keys import Keyring, Locked
 from tiers.layout import RootId, chain_root
@@ -94,6 +95,7 @@ class Store:
             raise StoreFailed("the store can't be opened", where=str(self.path), cause=str(error)) from error
         with translated(self.path):
             whole_file.make_whole(self.path, self._map_bytes)
+            self._refuse_damaged_free_list()
             self._env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), mode=0o600, metasync=False, sync=safe
             )
@@ -106,6 +108,13 @@ class Store:
             self._know_tenants()
         self._files = identity(self.path)
         self._file = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)  # tells whether it has a name still
+
+    def _refuse_damaged_free_list(self) -> None:
+        """LMDB ends the process that writes such a file; readers don't look at it. Raises StoreFailed."""
+        problem = free_list_problem(self.path / "data.mdb")
+        if problem:
+            hint = "Stop `concordia serve` and run `concordia repair`; until then nothing more is stored, and what is stored is restored"
+            raise StoreFailed("the store can't be written", where=str(self.path), cause=problem, hint=hint)
 
     def _know_tenants(self) -> None:
         """Have the keys of all tenants at hand, and say which are missing, and what is stored openly though its key is given."""

@@ -483,6 +483,8 @@ def test_a_damaged_list_of_free_pages_is_found_and_repaired(place: Place, part: 
     node = root * 4096 + int.from_bytes(image[root * 4096 + 16 : root * 4096 + 18], "little")
     flip(data, node + 16 + (1 if part == "count" else 8 + 2))
     assert free_list_problem(data)
+    assert "concordia repair" in place.refused(1, "compact")
+    assert place.world.restorable(conversations[5]) == 32
     assert "repair" in place.refused(6, "verify")
     assert place.json("repair", "--yes")["saved"]["lost"] == {}
     assert place.json("verify")["ok"] and place.run("compact").exit_code == 0
