@@ -92,6 +92,7 @@ class EngineWatch:
         self._main_gone = asyncio.Event()  # main thread gone: nothing is sent or committed any more
         self._process_gone = asyncio.Event()  # memory freed, pid reapable
         self._suspect = asyncio.Event()
+        self._awake = asyncio.Event()  # either of the two, or time to look
         self._suspect_reason = ""
         self._judge = HangJudge(
             settings.hang_floor_ms, settings.stopped_ms, settings.spin_limit_s * 1000, settings.watch_interval_ms
@@ -104,7 +105,11 @@ class EngineWatch:
     def _on_pidfd(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._process_gone.set()
+        self._on_main_gone()
+
+    def _on_main_gone(self) -> None:
         self._main_gone.set()
+        self._awake.set()
 
     def close(self) -> None:
         """Give the pidfd back. Call when the process is gone, or when it is left to the next host agent."""
@@ -115,6 +120,7 @@ class EngineWatch:
         """Somebody lost touch with it: fence it."""
         self._suspect_reason = reason
         self._suspect.set()
+        self._awake.set()
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -157,7 +163,7 @@ class EngineWatch:
         while not self._process_gone.is_set():
             if page.wait_for_death(1.0):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
-                    self._loop.call_soon_threadsafe(self._main_gone.set)
+                    self._loop.call_soon_threadsafe(self._on_main_gone)
                 return
 
     # ------------------------------------------------------------ life
@@ -192,12 +198,13 @@ class EngineWatch:
         return hung
 
     async def _sleep_or_news(self, interval_s: float) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._main_gone, self._suspect)]
+        """Twenty times a second for each engine, so without a task or an exception."""
+        alarm = self._loop.call_later(interval_s, self._awake.set)
         try:
-            await asyncio.wait(waits, timeout=interval_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._awake.wait()
         finally:
-            for wait in waits:
-                wait.cancel()
+            alarm.cancel()
+            self._awake.clear()
 
     async def _down_after_death(self, page: StatusPage) -> Down:
         reason = {"failed": "device error", "draining": "exited"}.get(page.state, "killed")
