@@ -7,6 +7,7 @@ four bits were kept of it), since an engine on a CPU then reads half the bytes a
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -69,6 +70,10 @@ def round_to_half(module: Any) -> None:
 
 def check(directory: Path) -> None:
     """Config loads, weights have the shapes it says, tokenizer gives a text back. Raises what transformers raises, or ValueError."""
+    from engine import lean_torch
+
+    lean_torch.import_lean()
+    importlib.import_module("engine.lean_transformers")  # what engines use of it, in half the time
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(str(directory))
