@@ -323,7 +323,8 @@ class Arena:
         for words, address, window in zip(self.words, self.addresses, self.group_windows, strict=True):
             base = slot.bases[window]
             assert start >= base, "captured rows that the window's buffer no longer holds"
-            at = slot.index * words.strides[0] + (start - base) * words.strides[2]
+            slot_bytes, _, row_bytes, _ = words.strides
+            at = slot.index * slot_bytes + (start - base) * row_bytes
             pieces.append(Memory(words[slot.index, :, start - base : end - base], address + at))
         return pieces
 

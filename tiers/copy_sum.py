@@ -24,7 +24,8 @@ log = structlog.get_logger()
 
 STRIPE_BYTES = 64
 LEAST_BYTES = 256  # XXH3 takes up to 240 bytes in other ways
-_PIECE = Struct("4q")  # address, runs, bytes from one run to the next, stripes of a run
+_PIECE = Struct("5q")  # address, runs, bytes from one run to the next, stripes of a run, how many bytes ahead to fetch
+SHORT_RUN = 32  # stripes: of shorter runs several are fetched ahead
 
 # What XXH3 begins with, and the secret of its unseeded form.
 _START = (
@@ -94,13 +95,14 @@ def _table(pieces: Sequence[Memory], target: Memory, start: int) -> bytes:
     left, rest = divmod(target.array.size - start, STRIPE_BYTES)
     if rest or start % STRIPE_BYTES:
         return b""
-    table = _PIECE.pack(target.address, 1, 0, start // STRIPE_BYTES) if start else b""
+    table = _PIECE.pack(target.address, 1, 0, start // STRIPE_BYTES, 0) if start else b""
     for array, address in pieces:
         runs = len(array)
         stripes, rest = divmod(array.nbytes, runs * STRIPE_BYTES)
         if rest or not stripes:
             return b""
-        table += _PIECE.pack(address, runs, array.strides[0] if runs > 1 else 0, stripes)
+        step = array.strides[0] if runs > 1 else 0
+        table += _PIECE.pack(address, runs, step, stripes, step if stripes > SHORT_RUN else 4 * step)
         left -= runs * stripes
     assert not left, "pieces don't fill the target"
     return table
@@ -156,7 +158,7 @@ _FENCE = "call void @llvm.x86.sse.sfence()" if platform.machine() == "x86_64" el
 _START_TEXT = ", ".join(f"i64 {word}" for word in _START)
 
 # Stripes are mixed into eight sums with a key that moves 8 bytes a stripe; after 16 the sums are scrambled, before the next one. The
-# last stripe of all has a key of its own. The next run is fetched meanwhile: a sixth less time at 4 to 500 rows a run. The fence: what
+# last stripe of all has a key of its own. Runs that come are fetched meanwhile: a sixth less time at 4 to 500 rows a run. The fence: what
 # is stored past the caches is otherwise in no order with the commit word.
 _TEXT = f"""
 @secret = private constant [192 x i8] c"{_SECRET_TEXT}"
@@ -180,6 +182,8 @@ piece:
   %step = load i64, ptr %step.at, align 1
   %stripes.at = getelementptr i64, ptr %entry.p, i64 3
   %stripes = load i64, ptr %stripes.at, align 1
+  %ahead.at = getelementptr i64, ptr %entry.p, i64 4
+  %ahead.by = load i64, ptr %ahead.at, align 1
   br label %run
 
 run:
@@ -209,7 +213,7 @@ scramble:
 mix:
   %key = phi i64 [ %key.s, %stripe ], [ 0, %scramble ]
   %sums = phi <8 x i64> [ %sums.s, %stripe ], [ %scrambled, %scramble ]
-  %ahead = getelementptr i8, ptr %from, i64 %step
+  %ahead = getelementptr i8, ptr %from, i64 %ahead.by
   call void @llvm.prefetch.p0(ptr %ahead, i32 0, i32 3, i32 1)
   %words = load <8 x i64>, ptr %from, align 1
   store <8 x i64> %words, ptr %to, align 64, !nontemporal !0
