@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from transformers.utils import import_utils
 
+from engine import lean_torch, model
 from engine.lean_transformers import _from_names_on, models_read_once
+from engine.settings import EngineSettings
 
 fetch = import_utils.fetch__all__
 pytestmark = pytest.mark.process
@@ -51,3 +54,20 @@ def test_names_of_a_module_are_found_from_where_they_stand_on() -> None:
     for path in sorted((Path(transformers.__file__).parent / "models").glob("[a-d]*/*.py")):
         text = path.read_text()
         assert fetch(_from_names_on(text)) == fetch(text), path
+
+
+def test_a_model_whose_layers_need_all_of_torch_gets_it(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_weights, missing = model._load_weights, [True]
+
+    def load_where_nothing_is_missing(*arguments: Any) -> Any:
+        if missing:
+            raise NotImplementedError("Could not run 'aten::made_up' with arguments from the 'Meta' backend")
+        return load_weights(*arguments)
+
+    monkeypatch.setattr(model, "_load_weights", load_where_nothing_is_missing)
+    with monkeypatch.context() as patch:
+        patch.setattr(lean_torch, "whole", lambda: False)
+        with pytest.raises(NotImplementedError):
+            model.load(tiny_dir, "tiny", EngineSettings(device="cpu"))
+    monkeypatch.setattr(lean_torch, "whole", lambda: bool(missing) and missing.pop())
+    assert model.load(tiny_dir, "tiny", EngineSettings(device="cpu")).layers
