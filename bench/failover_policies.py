@@ -8,8 +8,9 @@ Regime    Demo model, one stream, greedy, prompt of seeded random token ids; two
 Baseline  Of each policy and length: `cold` at that length, in the same run. Of `hot 7k / 256`: hot at the shortest length. Of
           `hot ... beyond a token`: the wait for an ordinary token.
 Unit      ms; ratio is cold / ours, except `hot 7k / 256` (longest / shortest). Wanted: at most 1.2 there, and 150 ms beyond a token.
-          The gap ends with a token, which on a CPU takes twice as long at 7k as at 256, whoever computes it: `..., less a token` is the
-          same ratio of what the recovery adds.
+          Every wait for a token, after a kill or not, has the token's own step in it, and on a CPU that takes twice as long at 7k as
+          at 256: without any failure the ratio is above 2. `hot 7k / 256` asks whether recovery grows, so the gap at 7k is taken less
+          what an ordinary token takes longer there than at 256. `..., with the token's growth` is the ratio of the bare gaps.
 Seed      --seed
 """
 
@@ -54,18 +55,16 @@ def main() -> None:
 
 def add_hot(rows: report.Report, hot: Any, gap: dict[tuple[str, int], float], lengths: tuple[int, ...]) -> None:
     short, long = lengths[0], lengths[-1]
-    name = f"hot {report.length_name(long)} / {report.length_name(short)}"
-    rows.add(
-        report.Row(name, gap["hot", long], "ms", gap["hot", short], gap["hot", long] / gap["hot", short], "<= 1.2")
-    )
     token = {length: report.median([kill["token_ms"] for kill in hot[length]]) for length in lengths}
-    beyond = {length: max(0.0, gap["hot", length] - token[length]) for length in lengths}
-    if beyond[short]:
-        ratio = beyond[long] / beyond[short]
-        rows.add(report.Row(f"{name}, less a token", beyond[long], "ms", beyond[short], ratio, "<= 1.2"))
+    bare = gap["hot", long]
+    recovery = bare - (token[long] - token[short])
+    name = f"hot {report.length_name(long)} / {report.length_name(short)}"
+    for case, value, wanted in ((name, recovery, "<= 1.2"), (f"{name}, with the token's growth", bare, "")):
+        rows.add(report.Row(case, value, "ms", gap["hot", short], value / gap["hot", short], wanted))
     for length in lengths:
         case = f"hot {report.length_name(length)} beyond a token"
-        rows.add(report.Row(case, beyond[length], "ms", token[length], beyond[length] / token[length], "value <= 150"))
+        beyond = max(0.0, gap["hot", length] - token[length])
+        rows.add(report.Row(case, beyond, "ms", token[length], beyond / token[length], "value <= 150"))
 
 
 def measure(
@@ -76,7 +75,7 @@ def measure(
     spares = {"failover": policy, "spares": 0 if policy == "cold" else 1}
     settings = {"engine": {"threads": options.threads}, "host": host, "gateway": spares}
     engines = 1 if policy == "cold" else 2
-    kills = {"cold": 1 if options.quick else 3}.get(policy, 3 if options.quick else 7)
+    kills = {"cold": 1 if options.quick else 3}.get(policy, 5 if options.quick else 9)
     measured = {}
     running = System(options.model, data_dir, engines=engines, settings=settings)
     try:
