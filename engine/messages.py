@@ -132,7 +132,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Counters since the start of the process, and gauges. Rates are medians of what was measured.
 
     capture_by    how rows get off the device: `stream`, `graph`, `executor` (with the reason if they go through tier 0 instead of straight
-                  into the lane), or `copy` with the reason why the framework does it
+                  into the lane), or `copy` with the reason why the framework does it; on a CPU only if it can't be done in one pass
     restore_by    how rows get back onto it: `scatter`, or `copy` with the reason
     decode_graph  on a GPU `on`, or why decode steps are launched one operation at a time
     """

@@ -68,7 +68,7 @@ def copy_and_sum(pieces: Sequence[Memory], target: Memory, start: int = 0) -> in
     memory, to = target
     size = memory.size
     table = _table(pieces, target, start) if size >= LEAST_BYTES and to % STRIPE_BYTES == 0 else b""
-    kernel = _kernel() if table else None
+    kernel = _kernel().call if table else None
     if kernel is None:
         copy(pieces, memory[start:])
         return xxh3_64_intdigest(memory.data)
@@ -90,6 +90,11 @@ def make_ready() -> None:
     _kernel()
 
 
+def without() -> str:
+    """Why records are copied first and summed afterwards; "" where the kernel does both."""
+    return _kernel().missing
+
+
 def _table(pieces: Sequence[Memory], target: Memory, start: int) -> bytes:
     """What the kernel is told of the pieces; empty if there is one that it can't take. What is there already is copied onto itself."""
     left, rest = divmod(target.array.size - start, STRIPE_BYTES)
@@ -108,33 +113,39 @@ def _table(pieces: Sequence[Memory], target: Memory, start: int) -> bytes:
     return table
 
 
-_Kernel = Callable[[int, bytes, int], int]  # address of the target, table of the pieces, bytes -> sum
+_Call = Callable[[int, bytes, int], int]  # address of the target, table of the pieces, bytes -> sum
+
+
+class _Kernel(NamedTuple):
+    call: _Call | None
+    missing: str = ""
 
 
 @cache
-def _kernel() -> _Kernel | None:
-    """The kernel; None, and said so in the log, where LLVM can't make it or it doesn't do what xxhash does."""
+def _kernel() -> _Kernel:
+    """The kernel; none, and said so in the log, where LLVM can't make it or it doesn't do what xxhash does."""
     try:
-        kernel = _compile()
+        call = _compile()
+        missing = "" if _is_right(call) else "a wrong sum"
     except (RuntimeError, OSError) as error:
-        log.warning("append.no_kernel", error=str(error), hint="records are copied, then summed: slower, and as good")
-        return None
-    source, room = (
-        Memory.of(np.arange(1 << 8, dtype=np.uint64)),
-        Memory.of(np.zeros((1 << 11) + STRIPE_BYTES, np.uint8)),
-    )
+        missing = str(error)
+    if missing:
+        log.warning("append.no_kernel", error=missing, hint="records are copied, then summed: slower, and as good")
+        return _Kernel(None, missing)
+    return _Kernel(call)
+
+
+def _is_right(call: _Call) -> bool:
+    """Whether it copies, and sums as xxhash does."""
+    source = Memory.of(np.arange(1 << 8, dtype=np.uint64))
+    room = Memory.of(np.zeros((1 << 11) + STRIPE_BYTES, np.uint8))
     skip, size = -room.address % STRIPE_BYTES, source.array.nbytes
     target = Memory(room.array[0, skip : skip + size], room.address + skip)
-    is_right = kernel(target.address, _table([source], target, 0), size) == xxh3_64_intdigest(source.array.data)
-    if not is_right or target.array.tobytes() != source.array.tobytes():
-        log.warning(
-            "append.no_kernel", error="a wrong sum", hint="records are copied, then summed: slower, and as good"
-        )
-        return None
-    return kernel
+    summed = call(target.address, _table([source], target, 0), size)
+    return summed == xxh3_64_intdigest(source.array.data) and target.array.tobytes() == source.array.tobytes()
 
 
-def _compile() -> _Kernel:
+def _compile() -> _Call:
     import llvmlite.binding as llvm  # here: only writers of lanes need it
 
     llvm.initialize_native_target()

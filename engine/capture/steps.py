@@ -16,6 +16,7 @@ import structlog
 
 from engine.arena import Arena, Range, Slot
 from engine.messages import adapter_root
+from tiers import copy_sum
 from tiers.errors import LaneFull, LaneShareFull
 from tiers.lane import LaneWriter, Reservation, SealedReservation
 from tiers.layout import RootId, SequenceId, sequence_id
@@ -79,8 +80,10 @@ class Capture:
 
     @property
     def by(self) -> str:
-        """How rows get off the device, with the reason if handlers could do it and don't; "" on a CPU."""
+        """How rows get off the device, with the reason if it could be done better; on a CPU "" as a rule."""
         if self.rows is None:
+            if self.arena.words:
+                return f"copy, then checksum: {missing}" if (missing := copy_sum.without()) else ""
             return f"copy: {self.without}" if self.without else ""
         if self.rows.failed:
             return f"copy: {self.rows.failed}"

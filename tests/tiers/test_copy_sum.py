@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -44,14 +45,14 @@ def check(pieces: list[np.ndarray], skew: int = 0, head: bytes = b"") -> None:
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often the kernel ran."""
-    kernel, calls = copy_sum._kernel(), list[int]()
-    assert kernel is not None, "LLVM knows this machine"
+    call, calls = copy_sum._kernel().call, list[int]()
+    assert call is not None, "LLVM knows this machine"
 
     def counted(*what: object) -> int:
         calls.append(1)
-        return kernel(*what)  # type: ignore[arg-type]
+        return call(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copy_sum, "_kernel", lambda: counted)
+    monkeypatch.setattr(copy_sum, "_kernel", lambda: copy_sum._Kernel(counted))
     return lambda: len(calls)
 
 
@@ -121,9 +122,12 @@ def test_pieces_that_do_not_fill_the_record_are_refused() -> None:
         copy_and_sum([Memory.of(some_bytes(576))], target)
 
 
-@pytest.mark.parametrize("broken", [RuntimeError("no such target"), lambda *_: 1], ids=["not made", "wrong"])
+@pytest.mark.parametrize(
+    ("broken", "reason"), [(RuntimeError("no such target"), "no such target"), (lambda *_: 1, "a wrong sum")],
+    ids=["not made", "wrong"],
+)  # fmt: skip
 def test_without_a_kernel_records_are_copied_and_summed_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, broken: object
+    monkeypatch: pytest.MonkeyPatch, broken: object, reason: str
 ) -> None:
     def compile_it() -> object:
         if isinstance(broken, Exception):
@@ -131,10 +135,11 @@ def test_without_a_kernel_records_are_copied_and_summed_and_it_is_said(
         return broken
 
     monkeypatch.setattr(copy_sum, "_compile", compile_it)
-    monkeypatch.setattr(copy_sum, "_kernel", copy_sum._kernel.__wrapped__)
+    monkeypatch.setattr(copy_sum, "_kernel", cache(copy_sum._kernel.__wrapped__))
     with capture_logs() as logs:
         check([some_bytes(4096)])
     assert [entry["event"] for entry in logs] == ["append.no_kernel"]
+    assert copy_sum.without() == reason
 
 
 def test_a_record_appended_in_one_pass_is_the_one_that_was_reserved_filled_and_committed(
