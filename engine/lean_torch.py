@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import sys
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+_TRIED = ("2.13.",)  # what the import of other releases needs was not looked at: they are imported whole
 _KERNELS = "torch._meta_registrations"
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
@@ -39,8 +41,11 @@ def whole() -> bool:
 
 
 def import_lean() -> None:
-    """Import torch, unless it is there already."""
+    """Import torch, unless it is there already; whole, if this is another release than those that were tried."""
     if "torch" in sys.modules:
+        return
+    if not version("torch").startswith(_TRIED):
+        importlib.import_module("torch")
         return
     sys.modules[_KERNELS] = ModuleType(_KERNELS)
     torch = importlib.import_module("torch")

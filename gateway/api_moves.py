@@ -75,7 +75,9 @@ async def drain_engine(request: web.Request) -> web.Response:
     gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
     engine = _engine(gateway, request.match_info["engine"])
     engine.send(m.Drained(on=True))
-    return json_response(await gateway.dispatcher.moves.drain(engine, "drain", wish.timeout_s))
+    report = await gateway.dispatcher.moves.drain(engine, "drain", wish.timeout_s)
+    placeable = sum(other.placeable for other in gateway.dispatcher.engines.values())
+    return json_response({**report, "engines_left": placeable})
 
 
 async def undrain_engine(request: web.Request) -> web.Response:

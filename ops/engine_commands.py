@@ -66,6 +66,8 @@ def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | 
         click.echo(f"{engine} is {answer['state']}")
     else:
         click.echo(f"{engine}: {answer['moved']} streams moved, {answer['left']} left")
+        if not answer["engines_left"]:
+            click.echo(f"no engine takes streams now: requests wait until `concordia drain {engine} --undo`", err=True)
     if answer.get("left"):
         raise OpsError(f"{answer['left']} streams stay on {engine}: {answer['reason']}")
 

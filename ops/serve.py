@@ -1,8 +1,9 @@
 """`concordia serve`: the small supervisor in the foreground. Starts gateway and host agent, starts either again when it dies.
 
-Runs in the command's own process on one asyncio loop and does nothing else, so that there is little to fail. SIGTERM or SIGINT: the
-gateway drains (answers in progress end, or are stored and go on after the next start), then the host agent ends engines and
-keeper. A second signal kills. When this process itself is killed, gateway and host agent die with it (PR_SET_PDEATHSIG).
+Runs in the command's own process on one asyncio loop and does nothing else, so that there is little to fail. SIGTERM, SIGINT, or
+SIGHUP when its terminal goes: the gateway drains (answers in progress end, or are stored and go on after the next start), then the
+host agent ends engines and keeper. A second signal kills. When this process itself is killed, gateway and host agent die with it
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tiers.view import StoreReader
 
 log = structlog.get_logger("serve")
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 2.0
 STOP_MARGIN_S = 5.0
@@ -64,8 +66,9 @@ class Supervisor:
     async def run(self) -> None:
         """Everything, until a signal. Raises OpsError if a part can't be started."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks
+                loop.add_signal_handler(number, self._on_signal, number)
         lock = FileLock(self._paths.serve_lock).take(SERVED)
         try:
             check_port(self.config.gateway.host, self.config.gateway.port)
@@ -154,7 +157,9 @@ class Supervisor:
         return False
 
     def _start_state(self) -> str:
-        return ", ".join(f"{name} {engine_state(self._paths, name)}" for name in self._engines())
+        states = {name: engine_state(self._paths, name) for name in self._engines()}
+        # Of the run before, or just now: the host agent sees to it.
+        return ", ".join(f"{name} {'to be started' if state == 'dead' else state}" for name, state in states.items())
 
     def _engines(self) -> list[str]:
         return [f"e{index}" for index in range(self.config.started_engines)]
@@ -269,7 +274,7 @@ def refuse_early(config: Config) -> None:
 
 
 def serve(config: Config, model_dir: Path, model_name: str) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OpsError."""
+    """Serve until a signal of ENDING. Raises OpsError."""
     refuse_early(config)
     try:
         config.paths.make()

@@ -126,10 +126,15 @@ def print_welcome(url: str, config: Config, model: Model, *, seconds: float) -> 
         return
     console.print(Panel.fit(f"[bold]concordia[/] serves at [bold]{url}[/]  (after {seconds:.1f} s; Ctrl-C ends it)"))
     console.print("Try:\n")
-    console.print(Syntax(curl, "bash", background_color="default", word_wrap=True))
+    print_code(curl, "bash")
     console.print("\nor, with the openai client:\n")
-    console.print(Syntax(python, "python", background_color="default", word_wrap=True))
-    console.print(f"\nKill an engine while it answers:  kill -9 $(jq .pid {config.paths.pid_file('e0')})\n")
+    print_code(python, "python")
+    console.print("\nThen kill an engine while it answers, with `kill -9` and its pid from `concordia status`.\n")
+
+
+def print_code(code: str, language: str) -> None:
+    """In colours, and never folded: a terminal shows a long line in several rows, and gives it back whole when it is copied."""
+    console.print(Syntax("", language, background_color="default").highlight(code), soft_wrap=True, end="")
 
 
 def examples(url: str, config: Config, model: Model) -> tuple[str, str]:

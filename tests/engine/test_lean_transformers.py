@@ -43,6 +43,15 @@ def test_engine_loads_a_model_without_the_compiler_which_stays_usable(tiny_dir: 
     assert done.returncode == 0, done.stderr
 
 
+def test_another_release_of_torch_is_imported_whole() -> None:
+    program = (
+        "import sys; from engine import lean_torch; lean_torch.version = lambda name: '2.14.0'; lean_torch.import_lean();"
+        "assert 'torch._meta_registrations' in sys.modules and not lean_torch.whole()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_transformers_is_told_what_it_would_have_read_of_its_models() -> None:
     path = str(Path(transformers.__file__).parent / "models" / "__init__.py")
     with models_read_once():

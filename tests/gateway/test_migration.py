@@ -276,7 +276,7 @@ async def test_drain_waits_for_the_answer_of_the_last_target(make_world) -> None
 async def test_all_drained_is_said_and_the_wait_is_counted(make_world) -> None:  # type: ignore[no-untyped-def]
     world = await make_world()
     await world.engine("e0")
-    await world.post("/admin/engines/e0/drain", {})
+    assert (await world.post("/admin/engines/e0/drain", {}))[2]["engines_left"] == 0
     async with world.http.get("/health") as response:
         health = await response.json()
     assert (response.status, health["status"]) == (503, "all engines that are up are drained")

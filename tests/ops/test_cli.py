@@ -5,8 +5,10 @@ A small HTTP server stands in for the gateway.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from engine import pid_file
 from engine.status_page import StatusPage
@@ -395,6 +398,17 @@ def test_the_welcome_shows_what_the_model_answers(files: tuple[str, ...], tmp_pa
         return
     assert "/v1/completions" in curl and "client.completions.create" in python
     assert isinstance(body["prompt"], str if files else list)
+
+
+def test_what_a_terminal_shows_to_try_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found, model = config.load({"model": str(tmp_path)}, environment={}), Model(tmp_path, "a-name-" * 12)
+    narrow = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    monkeypatch.setattr(show, "console", narrow)
+    show.print_welcome("http://x", found, model, seconds=1.0)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", narrow.file.getvalue())  # type: ignore[attr-defined]
+    for code in show.examples("http://x", found, model):
+        assert code in shown
 
 
 @pytest.mark.process
