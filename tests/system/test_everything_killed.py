@@ -152,7 +152,8 @@ def test_tiny_data_directory_deleted_while_it_serves_is_written_anew(tiny: Syste
 
     def delete(answer: Answer) -> None:
         shutil.rmtree(tiny.paths.data_dir, ignore_errors=True)  # files are made in it all the time
-        there = [tiny.paths.journal(answer.stream_id), tiny.paths.sessions / "data.mdb", tiny.paths.store / "data.mdb"]
+        journals = [tiny.paths.journal(stream) for stream in (answer.stream_id, first.stream_id)]
+        there = [*journals, tiny.paths.sessions / "data.mdb", tiny.paths.store / "data.mdb"]
         tiny.wait("new files", lambda: all(path.exists() for path in there), 60.0)
         tiny.wait("their locks", lambda: is_held(tiny.paths.serve_lock) and is_held(keeper_lock(tiny.paths)))
         tiny.kill_all()
