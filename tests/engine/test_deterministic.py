@@ -89,6 +89,7 @@ def test_a_stream_whose_state_is_lost_is_computed_again_to_the_bit(exact: Start)
     assert answer(serving, "s") + answer(spare, "s") == whole
 
 
+@pytest.mark.process
 def test_state_of_both_modes_is_never_mixed(exact: Start, start_engine: Start) -> None:
     assert exact("a").engine.root != start_engine("b").engine.root
 

@@ -73,6 +73,7 @@ def test_gc_frees_only_what_nothing_names(place: Place, served: Callable[[], Non
     assert "nothing to free" in place.run("gc", "--grace-s", "0").stdout
 
 
+@pytest.mark.process
 def test_shrink_makes_the_file_smaller_and_loses_nothing(place: Place, served: Callable[[], None]) -> None:
     conversations = [some_tokens(5 * BLOCK, seed=20 + n) for n in range(24)]
     for number, tokens in enumerate(conversations):

@@ -112,6 +112,7 @@ def test_restore_says_where_what_was_there_is_now(place: Place, tmp_path: Path) 
         )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["cut", "no database", "a record"])
 def test_a_damaged_table_of_sessions_is_said_by_every_command_and_nobody_dies_of_it(
     place: Place, tmp_path: Path, how: str

@@ -466,6 +466,7 @@ def test_flipped_pages_of_the_store_never_end_in_wrong_rows(place: Place, seed: 
         place.world.restorable(tokens)  # compares every row
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("part", ["count", "page"])
 def test_a_damaged_list_of_free_pages_is_found_and_repaired(place: Place, part: str) -> None:
     """Readers don't look at it; whoever writes the store dies of it."""
