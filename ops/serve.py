@@ -67,7 +67,7 @@ class Supervisor:
         """Everything, until a signal. Raises OpsError if a part can't be started."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks
                 loop.add_signal_handler(number, self._on_signal, number)
         lock = FileLock(self._paths.serve_lock).take(SERVED)
         try:
