@@ -26,7 +26,6 @@ from tiers.layout import RootId, chain_root
 from tiers.pages import start_writing
 from tiers.settings import Durability
 from tiers.store_file import (
-    allocate_lock,
     boot_id,
     check_disk,
     create,
@@ -34,6 +33,7 @@ from tiers.store_file import (
     identity,
     make_directory,
     opening,
+    prepare_lock,
     reach,
     set_aside_damaged,
     sync_file,
@@ -89,10 +89,7 @@ class Store:
 
     def _open_env(self) -> None:
         safe = self.durability != "process"
-        try:
-            allocate_lock(self.path)
-        except OSError as error:
-            raise StoreFailed("the store can't be opened", where=str(self.path), cause=str(error)) from error
+        prepare_lock(self.path)
         with translated(self.path):
             whole_file.make_whole(self.path, self._map_bytes)
             self._refuse_damaged_free_list()

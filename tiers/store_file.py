@@ -120,6 +120,14 @@ def allocate_lock(directory: Path) -> None:
         os.close(file)
 
 
+def prepare_lock(store: Path) -> None:
+    """`allocate_lock` for whoever opens the store. Raises StoreFailed."""
+    try:
+        allocate_lock(store)
+    except OSError as error:
+        raise StoreFailed("the store can't be opened", where=str(store), cause=str(error)) from error
+
+
 def sync_file(path: Path) -> None:
     """Bring a file, or a directory's names, onto the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

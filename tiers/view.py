@@ -23,7 +23,7 @@ from tiers.base import Base, SessionKey, unpack_base
 from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.keys import Keyring, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
-from tiers.store_file import allocate_lock, identity, opening, translated
+from tiers.store_file import identity, opening, prepare_lock, translated
 from tiers.track import Part, PointPlace, Track, common_tokens
 from tiers.values import (
     DATABASES,
@@ -464,10 +464,7 @@ class StoreReader:
     def _open_again(self) -> bool:
         self.close()
         os.stat(self.path / "data.mdb")
-        try:
-            allocate_lock(self.path)
-        except OSError as error:
-            raise StoreFailed("the store can't be opened", where=str(self.path), cause=str(error)) from error
+        prepare_lock(self.path)
         with translated(self.path):
             env = lmdb.open(
                 str(self.path), map_size=self._map_bytes, max_dbs=len(DATABASES), readonly=True, create=False
