@@ -60,7 +60,7 @@ soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store,
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@exec $(PY) -m pytest -m soak -s --timeout 7200 $(ARGS)
 
-bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick)
+bench: $(STAMP)  ## every figure with its baseline, tables and plots into bench/results/ (ARGS=--quick: into bench/results/quick/)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@$(VENV)/bin/concordia pull --if-missing gemma3-270m
 	@exec $(PY) -m bench $(ARGS)

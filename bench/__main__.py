@@ -1,6 +1,6 @@
-"""Run every bench one after the other, each in a process of its own, then draw the plots: `python -m bench [--quick]`.
+"""Run every bench one after the other, each in a process of its own, then draw the plots: `python -m bench [--quick [--save]]`.
 
-Options are handed on. A bench that fails doesn't stop the others; the exit status says that one did.
+Options are handed on to each. A bench that fails doesn't stop the others; the exit status says that one did.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from bench import report
 from bench.plots import draw_all
 
 NAMES = (
@@ -37,8 +38,9 @@ NAMES = (
 
 
 def main() -> int:
+    options = report.arguments(__doc__)
     failed = [name for name in NAMES if run(name)]
-    for picture in draw_all():
+    for picture in draw_all(report.results_of(options)):
         print(picture, file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

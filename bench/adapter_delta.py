@@ -39,7 +39,7 @@ def main() -> None:
         return
     options = report.arguments(__doc__)
     steps, killed_after = (5, 2) if options.quick else (16, 6)
-    rows = report.Report("adapter_delta", options.quick)
+    rows = report.Report("adapter_delta", options)
     directory = model_directory(options.model)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=report.ROOT) as where:
         calm = run(directory, Path(where) / "calm", steps, options, measure=True)

@@ -39,7 +39,7 @@ SEQUENCE = SequenceId(bytes(16))
 def main() -> None:
     options = report.arguments(__doc__)
     repeats = 40 if options.quick else 200
-    rows = report.Report("append", options.quick)
+    rows = report.Report("append", options)
     with tempfile.TemporaryDirectory(prefix="concordia-bench-", dir=SHARED_MEMORY) as directory:
         path = Path(directory) / "e0.lane"
         lane = LaneWriter.open(path, lane_bytes=RING_BYTES, record_count=1 << 16, incarnation=1)

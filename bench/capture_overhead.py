@@ -28,7 +28,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     rounds, tokens = (10, 24) if options.quick else (24, 48)
-    rows = report.Report("capture_overhead", options.quick)
+    rows = report.Report("capture_overhead", options)
     with system(
         options.model, name="overhead", engines=1, settings={"engine": {"threads": options.threads}}
     ) as running:

@@ -36,7 +36,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     torch.set_num_threads(options.threads)
     steps = 600 if options.quick else 3000
-    rows = report.Report("capture_scaling", options.quick)
+    rows = report.Report("capture_scaling", options)
     with tempfile.TemporaryDirectory(prefix="concordia-bench-", dir=SHARED_MEMORY) as directory:
         arena = Arena.allocate(layer_shapes(options.model), 2, ROOM, torch.float32, torch.device("cpu"))
         arena.prefault(2 * ROOM)

@@ -101,7 +101,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     _keep_large_buffers()
     turns = 60 if options.quick else 400
-    result = report.Report("churn", options.quick)
+    result = report.Report("churn", options)
     with rows.installation() as paths:
         settings = rows.settings(128 << 20)
         lane = rows.writer(paths, settings)

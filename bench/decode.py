@@ -53,7 +53,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     rounds, tokens = (3, 64) if options.quick else (7, 96)
-    rows = report.Report("decode", options.quick)
+    rows = report.Report("decode", options)
     baseline = Generate(model_directory(options.model), options.threads)
     settings = {"engine": {"threads": options.threads, "dtype": "float32"}}
     try:

@@ -46,7 +46,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     repeats = 3 if options.quick else 15
     noise_s = 20.0 if options.quick else 600.0
-    rows = report.Report("detection", options.quick)
+    rows = report.Report("detection", options)
     with tempfile.TemporaryDirectory() as directory:
         paths = Paths.at(Path(directory) / "data", Path(directory) / "lanes").make()
         deaths = [asyncio.run(one_death(paths)) for _ in range(repeats)]

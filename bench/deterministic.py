@@ -38,7 +38,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     rounds, tokens = (2, 16) if options.quick else (8, 32)
-    rows = report.Report("deterministic", options.quick)
+    rows = report.Report("deterministic", options)
 
     def draw_plain(count: int) -> list[int]:
         return report.random_tokens(draw, count)

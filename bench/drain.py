@@ -28,7 +28,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     _keep_large_buffers()
     megabytes, repeats = (128, 5) if options.quick else (448, 7)
-    result = report.Report("drain", options.quick)
+    result = report.Report("drain", options)
     drained, written = [], []
     for index in range(repeats):
         with rows.installation() as paths:

@@ -49,7 +49,7 @@ def main() -> None:
         running.wait("the end of the drain", lambda: bool(empty_ms), 310.0)
         running.wait_ready()
         killed, _ = run(running, prompts, lambda answer: moving.kill_serving(running, answer))
-    rows = report.Report("drain_streams", options.quick)
+    rows = report.Report("drain_streams", options)
     rows.details = {"drain": reports, "waits_ms": {"drained": longest(drained), "killed": longest(killed)}}
     note = f"{reports[0]['moved']} moved, {reports[0]['left']} left"
     rows.add(report.Row(f"{STREAMS} streams, until empty", empty_ms[0], "ms", ends_ms, ends_ms / empty_ms[0], "", note))

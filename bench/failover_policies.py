@@ -39,7 +39,7 @@ def main() -> None:
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
     with tempfile.TemporaryDirectory(prefix="concordia-policies-") as directory:
         measured = {policy: measure(options, policy, prompts, Path(directory) / "data") for policy in POLICIES}
-    rows = report.Report("failover_policies", options.quick)
+    rows = report.Report("failover_policies", options)
     rows.details = measured
     gap = {(p, n): report.median([kill["gap_ms"] for kill in measured[p][n]]) for p in POLICIES for n in lengths}
     for policy in POLICIES:

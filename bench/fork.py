@@ -32,7 +32,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     count = 200 if options.quick else 1000
-    rows = report.Report("fork", options.quick)
+    rows = report.Report("fork", options)
     prompt = report.random_tokens(draw, SESSION_TOKENS - 2)
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="fork", engines=1, settings=settings) as running:

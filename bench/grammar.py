@@ -40,7 +40,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     rounds, tokens = (4, 24) if options.quick else (10, 64)
-    rows = report.Report("grammar", options.quick)
+    rows = report.Report("grammar", options)
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="grammar", engines=1, settings=settings) as running:
         contexts = [report.random_tokens(draw, CONTEXT_TOKENS) for _ in range(8)]

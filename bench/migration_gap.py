@@ -28,7 +28,7 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     lengths = QUICK_LENGTHS if options.quick else LENGTHS
-    rows = report.Report("migration_gap", options.quick)
+    rows = report.Report("migration_gap", options)
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="migration", engines=2, settings=settings) as running:
         for length in lengths:

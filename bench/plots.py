@@ -1,20 +1,21 @@
-"""Draw what lies under bench/results/ as one picture a bench: figures beside their baselines, the ratio above each pair.
+"""Draw saved results as one picture a bench: figures beside their baselines, the ratio above each pair.
 
-python -m bench.plots
+python -m bench.plots [DIRECTORY], default bench/results/
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from bench.report import RESULTS
 
 
-def draw_all() -> list[Path]:
-    """One PNG for each saved result; the paths."""
-    return [draw(json.loads(path.read_text()), path.with_suffix(".png")) for path in sorted(RESULTS.glob("*.json"))]
+def draw_all(directory: Path = RESULTS) -> list[Path]:
+    """One PNG beside each saved result of a directory; the paths."""
+    return [draw(json.loads(path.read_text()), path.with_suffix(".png")) for path in sorted(directory.glob("*.json"))]
 
 
 def draw(result: dict[str, Any], target: Path) -> Path:
@@ -51,5 +52,5 @@ def draw(result: dict[str, Any], target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for picture in draw_all():
+    for picture in draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS):
         print(picture)

@@ -34,7 +34,7 @@ def main() -> None:
     draw = random.Random(options.seed)
     lengths = QUICK_LENGTHS if options.quick else tuple(LENGTHS)
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
-    rows = report.Report("recovery_gap", options.quick)
+    rows = report.Report("recovery_gap", options)
     starts, cold = measure_cold(options, prompts)
     ours = measure_kills(options, prompts, kills=3 if options.quick else 7)
     rows.details = {"cold_start_s": starts, "cold_first_token_s": cold, "kills": ours}

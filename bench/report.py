@@ -1,7 +1,7 @@
 """What every bench shares: its command line, medians, the table for people and the one JSON line for scripts.
 
 A bench calls `arguments`, measures, and gives `Report.finish` its rows; the last line on stdout is the JSON object, and a
-copy lies under bench/results/. Runs on the bench's own main thread.
+copy lies where `results_of` says. Runs on the bench's own main thread.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+QUICK = "quick"  # below RESULTS, ignored by git: a quick look leaves the checkout as it was
 SEED = 20261129
 
 
@@ -52,10 +53,10 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Rows of one bench."""
+    """Rows of one bench; `options` are what `arguments` gave it."""
 
     bench: str
-    quick: bool
+    options: argparse.Namespace
     rows: list[Row] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)  # raw samples and parts; only in the saved file
     started: float = field(default_factory=time.monotonic)
@@ -66,7 +67,7 @@ class Report:
 
     def finish(self) -> None:
         """Print the table, save the result, print the JSON line last."""
-        table = Table(title=f"{self.bench}{' (quick)' if self.quick else ''}")
+        table = Table(title=f"{self.bench}{' (quick)' if self.options.quick else ''}")
         for heading in ("case", "value", "baseline", "ratio", "wanted"):
             table.add_column(heading, justify="left" if heading == "case" else "right")
         for row in self.rows:
@@ -83,25 +84,42 @@ class Report:
         print(json.dumps(line, allow_nan=False), flush=True)
 
     def _save(self, line: dict[str, Any]) -> None:
-        RESULTS.mkdir(parents=True, exist_ok=True)
+        directory = results_of(self.options)
+        directory.mkdir(parents=True, exist_ok=True)
         saved = {
             **line,
-            "quick": self.quick,
+            "quick": self.options.quick,
             "seconds": round(time.monotonic() - self.started, 1),
             "wanted": {row.case: row.want for row in self.rows},
             "details": self.details,
         }
-        (RESULTS / f"{self.bench}.json").write_text(json.dumps(saved, indent=1, default=asdict) + "\n")
+        file = directory / f"{self.bench}.json"
+        file.write_text(json.dumps(saved, indent=1, default=asdict) + "\n")
+        say(f"  saved in {os.path.relpath(file)}")
 
 
 def arguments(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options that every bench has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and lengths; under five minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer repeats and lengths, under five minutes; saved in bench/results/quick/",
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="save a quick run in bench/results/, where full runs are saved and git looks",
+    )
     parser.add_argument("--model", default="smollm2", help="name or directory of the model (default: the demo model)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each engine and each baseline")
     parser.add_argument("--seed", type=int, default=SEED)
     return parser.parse_args(argv)
+
+
+def results_of(options: argparse.Namespace) -> Path:
+    """Where the result of such a run is saved: bench/results/, or bench/results/quick/ for a quick one without --save."""
+    return RESULTS / QUICK if options.quick and not options.save else RESULTS
 
 
 def say(text: str) -> None:

@@ -33,7 +33,7 @@ def main() -> None:
     _keep_large_buffers()
     megabytes, repeats = (256, 3) if options.quick else (1024, 7)
     count = (megabytes << 20) // rows.LAYOUT.token_bytes // rows.BLOCK * rows.BLOCK
-    result = report.Report("restore_io", options.quick)
+    result = report.Report("restore_io", options)
     tokens = rows.tokens_of(options.seed, count)
     with rows.installation() as paths:
         fill(paths, tokens, options.seed)

@@ -35,7 +35,7 @@ def main() -> None:
     repeats = 3 if options.quick else 5
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
     turns = {length: [report.random_tokens(draw, NEXT_TURN_TOKENS) for _ in range(repeats)] for length in lengths}
-    rows = report.Report("resume_after_restart", options.quick)
+    rows = report.Report("resume_after_restart", options)
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="empty", engines=1, settings=settings) as empty:
         cold = {length: timed(empty, prompts[length] + turns[length][0]) for length in lengths}

@@ -35,7 +35,7 @@ WANTED = {"gemma3 4k": ">= 100", "gemma3 8k": ">= 100"}
 def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
-    rows = report.Report("resume_kinds", options.quick)
+    rows = report.Report("resume_kinds", options)
     repeats, tiny_repeats = (2, 1) if options.quick else (5, 3)
     prompts = {f"gemma3 {report.length_name(n)}": report.random_tokens(draw, n) for n in GEMMA_LENGTHS}
     engine = {"threads": options.threads, "slots": 2, "context_tokens": max(GEMMA_LENGTHS) + 256}

@@ -29,7 +29,7 @@ SEQUENCES = 16
 def main() -> None:
     options = report.arguments(__doc__)
     megabytes, repeats = (256, 5) if options.quick else (1024, 9)
-    result = report.Report("scan", options.quick)
+    result = report.Report("scan", options)
     with rows.installation() as paths:
         tokens = fill(paths, megabytes << 20, options.seed)
         records = len(LaneReader.open(paths.lane("e0")).records(0))

@@ -47,7 +47,7 @@ def main() -> None:
         recoveries = answer.concordia.get("recoveries") or []
         gaps += [moving.gap_before_ms(answer, r["position"] - PROMPT_TOKENS) for r in recoveries[:1]]
     computed = [1000 * answer.first_token_s for answer in answers]
-    rows = report.Report("stampede", options.quick)
+    rows = report.Report("stampede", options)
     rows.details = {"gaps_ms": gaps, "first_tokens_ms": computed}
     rows.add(report.Row(f"first of {len(gaps)}", min(gaps), "ms", min(computed), min(computed) / min(gaps)))
     rows.add(report.Row(f"last of {len(gaps)}", max(gaps), "ms", max(computed), max(computed) / max(gaps)))

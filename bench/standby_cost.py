@@ -49,7 +49,7 @@ def main() -> None:
                     spent_ms.append((busy[0] / tokens / STREAMS, busy[1] / tokens / STREAMS))
             pairs.append((rates[hot.mark], rates[warm.mark]))
             report.say(f"  hot {pairs[-1][0]:.1f}, warm {pairs[-1][1]:.1f} tokens/s; standby {spent_ms[-1][0]:.2f} ms")
-    rows = report.Report("standby_cost", options.quick)
+    rows = report.Report("standby_cost", options)
     add_pairs(rows, f"{STREAMS} streams", pairs)
     rows.details["processor_ms_a_token"] = spent_ms
     standby, serving = (report.median([both[side] for both in spent_ms]) for side in (0, 1))

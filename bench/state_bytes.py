@@ -36,7 +36,7 @@ RING = "ring 8k / 1k"
 def main() -> None:
     options = report.arguments(__doc__)
     torch.set_num_threads(1)
-    rows = report.Report("state_bytes", options.quick)
+    rows = report.Report("state_bytes", options)
     kinds = {"window": SAMPLE["window"], "linear": SAMPLE["linear"]} if options.quick else SAMPLE
     for kind, architecture in kinds.items():
         with tempfile.TemporaryDirectory(prefix="concordia-bytes-") as directory:

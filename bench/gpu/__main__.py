@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.gpu import apart, ceilings, correctness, engine, rows, scan, training, trigger
 from bench.gpu.lab import Lab, Row
-from bench.report import RESULTS, commit, machine
+from bench.report import QUICK, RESULTS, commit, machine
 
 SECTIONS: dict[str, Callable[[Lab], list[Row]]] = {
     "ceilings": ceilings.measure,
@@ -45,10 +45,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewest sizes and rounds: does it run at all")
     parser.add_argument("--limit", type=float, default=460.0, help="seconds for everything (default 460)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", help="where the JSON goes")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="where the JSON goes (default bench/results/gpu.json, of a quick run bench/results/quick/)",
+    )
     parser.add_argument("--only", default="", help=f"no checks, and of {', '.join(SECTIONS)} only these (with commas)")
     parser.add_argument("--events", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out = options.out or (RESULTS / QUICK if options.quick else RESULTS) / "gpu.json"
     wanted = options.only.split(",") if options.only else list(SECTIONS)
     if unknown := set(wanted) - set(SECTIONS):
         parser.error(f"--only {','.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
