@@ -156,9 +156,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         _check_key(request)
         return await handler(request)
     except ApiError as error:
-        if request.method == "POST" and request.path.endswith("completions"):
-            metrics.admit_refused.labels(error.code or str(error.status)).inc()
-        request[ERROR] = error.message
+        _count_refused(request, error)
         return error_response(error)
     except web.HTTPException as error:
         return error_response(_translate(request, error))
@@ -176,10 +174,18 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _unreadable(request: web.Request) -> web.Response:
     """The body breaks off within its own chunks; what is left of it can't be read either, so the connection ends."""
     hint = "it is not as long, or not in such chunks, as its headers say"
-    response = error_response(bad_request(f"the body can't be read: {hint}", code="invalid_body"))
+    error = bad_request(f"the body can't be read: {hint}; send it again", code="invalid_body")
+    _count_refused(request, error)
+    response = error_response(error)
     response.force_close()
     request.content.feed_eof()  # or aiohttp would try to read the rest, and log a traceback
     return response
+
+
+def _count_refused(request: web.Request, error: ApiError) -> None:
+    if request.method == "POST" and request.path.endswith("completions"):
+        metrics.admit_refused.labels(error.code or str(error.status)).inc()
+    request[ERROR] = error.message
 
 
 def _check_key(request: web.Request) -> None:

@@ -42,6 +42,7 @@ from gateway.durability import Durability
 from gateway.errors import ApiError
 from gateway.host_link import HostLink
 from gateway.http_log import HttpLog
+from gateway.http_server import Runner
 from gateway.journal_sync import JournalSync
 from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
@@ -84,7 +85,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
     tasks = TaskOwner()
     gateway, collector = compose(config, tasks)
     metrics.registry.register(collector)
-    runner = web.AppRunner(
+    runner = Runner(
         make_app(gateway),
         handler_cancellation=True,
         access_log=None,

@@ -1,6 +1,6 @@
 """What aiohttp says of connections, as events in our log. Stage: admit; on the event loop.
 
-Bytes that are no HTTP are answered by aiohttp itself, in plain text, and are one line here: anybody can send them.
+Bytes that are no HTTP (`gateway/http_server.py` answers them) are one line here: anybody can send them.
 """
 
 from __future__ import annotations

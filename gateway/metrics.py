@@ -31,7 +31,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[s
 
 
 requests = _counter("requests", "HTTP requests", ("path", "status"))
-admit_refused = _counter("admit_refused", "Requests for an answer that were refused", ("code",))
+admit_refused = _counter("admit_refused", "Requests that were refused: for an answer, or unreadable", ("code",))
 streams_opened = _counter("streams_opened", "Streams admitted", ("kind",))
 streams_ended = _counter("streams_ended", "Streams that ended", ("cause",))
 streams_live = _gauge("streams_live", "Streams that have not ended")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from gateway import metrics
 from gateway.app import Refused, check_listen
 from gateway.config import GatewayConfig, is_loopback
 from tests.gateway.conftest import MODEL, World, chat
@@ -56,20 +57,56 @@ async def test_body_that_is_not_what_its_encoding_says_is_the_clients_error(worl
     assert (got, answer["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_bytes_that_are_no_http_are_one_line_in_the_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+UNREADABLE = [
+    (400, "invalid_http", "HTTP/1.1", b"\x00\x01\x02 hello there\r\n\r\n"),
+    (400, "invalid_http", "HTTP/1.1", b"GRAB /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, "invalid_http", "HTTP/1.1", b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n"),
+    (400, "invalid_http", "use http://", b"\x16\x03\x01\r\n\r\n"),
+    (400, "invalid_http", "/v1/models", b"GET /\xff HTTP/1.1\r\n\r\n"),
+    (400, "invalid_http", "/v1/models", b"GET http://[::1/ HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (400, "invalid_http", "Host", b"GET /health HTTP/1.1\r\n\r\n"),
+    (400, "invalid_http", "header", GET + b"no colon\r\n\r\n"),
+    (431, "headers_too_large", "shorter", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (431, "headers_too_large", "shorter", GET + b"X: " + b"a" * 20_000 + b"\r\n\r\n"),
+    (431, "headers_too_large", "fewer", GET + b"".join(b"X%d: 1\r\n" % n for n in range(200)) + b"\r\n"),
+    (400, "invalid_http", "one Content-Length", POST + b"Content-Length: ten\r\n\r\n"),
+    (400, "invalid_http", "one Content-Length", POST + b"Content-Length: -1\r\n\r\n"),
+    (400, "invalid_http", "one Content-Length", POST + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n"),
+    (400, "invalid_http", "one Content-Length", POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
+    (400, "invalid_http", "one Content-Length", POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"),
+    (400, "invalid_http", "one Content-Length", POST + b"Transfer-Encoding: bogus\r\n\r\n{}"),
+    (400, "invalid_http", "one Content-Length", POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n"),
+    (417, "http_error", "100-continue", POST + b"Expect: bogus\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"),
+]
+
+
+async def test_what_can_not_be_read_as_http_is_refused_in_the_same_shape(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {code: _refused(code) for code in ("invalid_http", "headers_too_large")}
     with capture_logs() as events:
-        for sent in (
-            b"GET /\xff HTTP/1.1\r\n\r\n",
-            b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
-            b"\x16\x03\x01\r\n\r\n",
-        ):
+        for status, code, said, sent in UNREADABLE:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
             writer.write(sent)
-            assert (await reader.read()).startswith(b"HTTP/1.0 400")
+            head, body = (await reader.read()).split(b"\r\n\r\n", 1)
             writer.close()
-    said = [event["error"] for event in events if event["event"] == "request.malformed"]
-    assert len(said) == 2 and all(len(error) <= 200 for error in said), "TLS at a port for HTTP is not worth a line"
+            assert int(head.split()[1]) == status, (sent[:80], head)
+            assert b"Content-Type: application/json" in head
+            error = json.loads(body)["error"]
+            assert (error["code"], error["type"]) == (code, "invalid_request_error"), error
+            assert said in error["message"] and len(error["message"]) < 300, error
+    codes = [code for _, code, _, _ in UNREADABLE]
+    assert {code: _refused(code) - count for code, count in before.items()} == {c: codes.count(c) for c in before}
+    logged = [event["error"] for event in events if event["event"] == "request.malformed"]
+    assert all(len(error) <= 200 for error in logged)
+    assert len(logged) == len(UNREADABLE) - 4, "no line for the first bytes that are no HTTP method; 417 is a request"
     assert not caplog.records
+
+
+def _refused(code: str) -> float:
+    return metrics.registry.get_sample_value("concordia_admit_refused_total", {"code": code}) or 0.0
 
 
 async def test_what_is_json_and_not_what_an_operator_sends_has_one_code(world: World) -> None:
