@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -15,6 +16,13 @@ from ops.errors import ConfigError, NotRunning, OpsError, StateRefused
 TIMEOUT_S = 10.0
 UNAUTHORIZED = 401
 _EXIT_CODES = {400: ConfigError.exit_code, 409: StateRefused.exit_code}
+# What the gateway tells users of its API, as users of commands say it.
+_SAID_HERE = (
+    (re.compile(r"(GET )?/admin/(engines|sessions)\b"), "`concordia status`"),
+    (re.compile(r"(GET )?/v1/sessions\b"), "`concordia sessions ls`"),
+    (re.compile(r"\banother session_id\b"), "another --name"),
+)
+_ADVICE = {"session_not_found": "; `concordia sessions ls` lists them"}
 
 
 def base_url(config: Config) -> str:
@@ -85,7 +93,14 @@ def _message(error: urllib.error.HTTPError) -> str:
     if error.code == UNAUTHORIZED:
         return "the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file"
     try:
-        answer = json.loads(error.read())
-        return str(answer["error"]["message"])
+        said = json.loads(error.read())["error"]
+        return for_commands(str(said["message"])) + _ADVICE.get(str(said.get("code")), "")
     except (ValueError, KeyError, TypeError, OSError):
         return f"the gateway answered {error.code} {error.reason}"
+
+
+def for_commands(message: str) -> str:
+    """A message of the gateway that names commands where it named endpoints."""
+    for pattern, command in _SAID_HERE:
+        message = pattern.sub(command, message)
+    return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -11,6 +11,9 @@ from ops.config import Config
 from ops.errors import OpsError
 from ops.flags import AT_LEAST_0, Command, client_flags, configured, json_flag, print_json
 
+if TYPE_CHECKING:
+    from ops.installation import Installation
+
 
 def _timeout_flag(seconds: float, what: str) -> Any:
     return click.option(
@@ -18,21 +21,38 @@ def _timeout_flag(seconds: float, what: str) -> Any:
     )
 
 
+# Not required of click, which could not say what engines there are.
+_engine_argument = click.argument("engine", required=False, metavar="ENGINE")
+
+
+def _known(engine: str | None, here: Installation, usage: str) -> str:
+    """The engine that was named. Raises click.UsageError where none was, OpsError where it is none of the gateway's."""
+    there = ", ".join(f"{row['id']} ({row.get('state', 'unknown')})" for row in here.engines)
+    listed = f"there are {there}" if there else "`concordia status` lists them"
+    if not engine:
+        raise click.UsageError(f"which engine? `{usage}`; {listed}")
+    if there and engine not in [row["id"] for row in here.engines]:
+        raise OpsError(f"there is no engine {engine!r}; {listed}. `concordia status` shows what they do")
+    return engine
+
+
 @click.command("migrate", cls=Command, exits=(4, 5))
 @click.argument("session")
-@click.argument("engine")
+@_engine_argument
 @_timeout_flag(60.0, "Seconds to wait for the end of the move.")
 @client_flags
 @json_flag
 @configured
-def migrate(config: Config, session: str, engine: str, timeout_s: float, url: str | None, as_json: bool) -> None:
+def migrate(config: Config, session: str, engine: str | None, timeout_s: float, url: str | None, as_json: bool) -> None:
     """Move a session to another engine: what it answers goes on without a gap, an idle one is taken up there next time.
 
     Its state is copied while the source goes on. An engine that refuses or dies on the way leaves the session where it is.
     """
     from ops.installation import find
 
-    client = find(config, url).need_gateway("moving a session")
+    here = find(config, url)
+    engine = _known(engine, here, f"concordia migrate {session} ENGINE")
+    client = here.need_gateway("moving a session")
     path = f"/admin/sessions/{quote(session, safe='')}/migrate"
     answer = client.post(path, {"engine": engine, "timeout_s": timeout_s}, timeout_s=timeout_s + 10)
     if as_json:
@@ -47,17 +67,19 @@ def migrate(config: Config, session: str, engine: str, timeout_s: float, url: st
 
 
 @click.command("drain", cls=Command, exits=(4, 5))
-@click.argument("engine")
+@_engine_argument
 @click.option("--undo", is_flag=True, help="Let it take streams again.")
 @_timeout_flag(60.0, "Seconds to wait for the last stream.")
 @client_flags
 @json_flag
 @configured
-def drain(config: Config, engine: str, undo: bool, timeout_s: float, url: str | None, as_json: bool) -> None:
+def drain(config: Config, engine: str | None, undo: bool, timeout_s: float, url: str | None, as_json: bool) -> None:
     """Take every stream off an engine, and give it nothing new until `--undo` or its restart. SIGTERM to an engine does it, too."""
     from ops.installation import find
 
-    client = find(config, url).need_gateway("draining an engine")
+    here = find(config, url)
+    engine = _known(engine, here, "concordia drain ENGINE")
+    client = here.need_gateway("draining an engine")
     path = f"/admin/engines/{quote(engine, safe='')}/drain"
     answer = client.delete(path) if undo else client.post(path, {"timeout_s": timeout_s}, timeout_s=timeout_s + 10)
     if as_json:

@@ -87,7 +87,7 @@ def _record(here: Installation, session: str) -> SessionRecord:
     with session_file(here) as file:
         record = file.get(session)
     if record is None:
-        raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}")
+        raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}; `concordia sessions ls` lists them")
     return record
 
 

@@ -5,6 +5,7 @@ A small HTTP server stands in for the gateway.
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -23,9 +24,11 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+import gateway
 from engine import pid_file
 from engine.status_page import StatusPage
 from ops import cli, config, serve, show
+from ops.client import for_commands
 from ops.errors import AlreadyRunning, OpsError
 from ops.models import Model
 from ops.processes import FileLock
@@ -216,6 +219,47 @@ def test_what_the_gateway_says_is_passed_on(url: str) -> None:
     result = concordia("sessions", "show", "none", "--url", url)
     assert result.exit_code == 1
     assert result.stderr == "concordia: no such session\n"
+
+
+def test_what_the_gateway_says_names_commands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"message": "there is no session 'none'", "code": "session_not_found"}
+    monkeypatch.setitem(Gateway.answers, "/v1/sessions/none", {"error": said})
+    monkeypatch.setitem(Gateway.statuses, "/v1/sessions/none", 404)
+    result = concordia("sessions", "show", "none", "--url", url)
+    assert result.stderr == "concordia: there is no session 'none'; `concordia sessions ls` lists them\n"
+    told = {m for m in gateway_messages() if "/admin/" in m or "/v1/sessions" in m}
+    assert any("/admin/engines" in message for message in told)
+    for message in map(for_commands, told):
+        assert "concordia" in message and "/admin/" not in message and "/v1/" not in message, message
+
+
+def gateway_messages() -> set[str]:
+    """Every piece of text that the gateway may put into a message: constants that are more than a path or a name."""
+    found = set()
+    for file in Path(gateway.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        docs = {
+            ast.get_docstring(node, clean=False)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found |= {value for value in values if isinstance(value, str) and " " in value and value not in docs}
+    return found
+
+
+@pytest.mark.parametrize("command", [["migrate", "a b"], ["drain"]])
+def test_commands_about_an_engine_say_which_there_are(command: list[str], url: str) -> None:
+    result = concordia(*command, "--url", url)
+    assert result.exit_code == 2
+    assert (
+        "Usage: " in result.stderr and f"`concordia {' '.join(command)} ENGINE`; there are e0 (ready)" in result.stderr
+    )
+    unknown = concordia(*command, "e9", "--url", url)
+    assert unknown.exit_code == 1
+    assert "there is no engine 'e9'; there are e0 (ready). `concordia status`" in unknown.stderr
+    nobody = concordia(*command, "--port", str(free_port()))
+    assert nobody.exit_code == 2 and "`concordia status` lists them" in nobody.stderr
 
 
 @pytest.mark.parametrize(("status", "code"), [(409, 5), (400, 2), (404, 1)])
