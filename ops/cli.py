@@ -7,12 +7,12 @@ those about engines in `ops/engine_commands.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import click
 
-from engine import pid_file
 from ops import config as configuration
 from ops import engine_commands, session_commands, store_commands
 from ops.config import Config
@@ -123,10 +123,13 @@ def pull_command(config: Config, wanted: str, again: bool, if_missing: bool, as_
 @json_flag
 @configured
 def config_command(config: Config, as_json: bool) -> None:
-    """Show every setting, its value, and where it came from; of what is left to the machine, what that comes to now."""
+    """Show every setting, its value, and where it came from; what holds now, where a running `serve` or the machine says otherwise."""
+    from ops import running
     from ops.resolved import resolved
 
-    found = resolved(config)
+    served = running.differing(config)
+    there = dataclasses.replace(config, lane_dir=(served or {}).get("lane_dir", config.lane_dir))
+    found = resolved(there) | (served or {})
     if as_json:
         click.echo(configuration.as_json(config, found))
         return
@@ -138,12 +141,10 @@ def config_command(config: Config, as_json: bool) -> None:
         now = f"{shown} (now {found[key]})".strip() if key in found else shown
         rows.append((key, now, config.sources[key], configuration.environment_name(key)))
     console.print(table("", ("key", "value", "from", "environment variable"), rows))
-    console.print(f"\nlanes and sockets: {config.paths.lane_dir}", highlight=False)
-    serving = pid_file.read(config.paths.pid_file("serve"))
-    if serving is not None and serving.alive:
+    console.print(f"\nlanes and sockets: {found.get('lane_dir', config.paths.lane_dir)}", highlight=False)
+    if served is not None:
         console.print(
-            f"`concordia serve` runs on it (pid {serving.pid}) and may have been given other flags; these are the values without them",
-            highlight=False,
+            "`concordia serve` runs on this data directory; (now …) is what it was given or has found", highlight=False
         )
 
 

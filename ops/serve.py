@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from engine import pid_file
-from ops import cuda_lane
+from ops import cuda_lane, running
 from ops.client import base_url
 from ops.config import Config
 from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError
@@ -75,6 +75,7 @@ class Supervisor:
             become_subreaper()
             pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
             self._paths.gateway_url.write_text(base_url(self.config))
+            running.note(self.config)
             keeping = asyncio.create_task(self._keep(lock))
             try:
                 await self._run_children()
@@ -82,6 +83,7 @@ class Supervisor:
                 keeping.cancel()
         finally:
             self._remove_leftovers()
+            running.forget(self._paths)
             self._paths.pid_file("serve").unlink(missing_ok=True)
             lock.release()
 

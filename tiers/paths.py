@@ -67,6 +67,11 @@ class Paths:
     def serve_lock(self) -> Path:
         return self.data_dir / "serve.lock"
 
+    @property
+    def serve_settings(self) -> Path:
+        """JSON {key: value as shown} of a running `serve`."""
+        return self.data_dir / "serve.json"
+
     # ------------------------------------------------------------ in shared memory
 
     def lane(self, engine: str) -> Path:

@@ -27,7 +27,7 @@ from rich.console import Console
 import gateway
 from engine import pid_file
 from engine.status_page import StatusPage
-from ops import cli, config, serve, show
+from ops import cli, config, running, serve, show
 from ops.client import for_commands
 from ops.errors import AlreadyRunning, OpsError
 from ops.models import Model
@@ -123,6 +123,31 @@ def test_config_shows_what_is_left_to_the_machine(tmp_path: Path) -> None:
     given = json.loads(concordia("config", "--json", *where, CONCORDIA_TIERS_DISK_BUDGET_BYTES="5G").stdout)
     assert given["tiers.disk_budget_bytes"]["value"] == 5 * 10**9
     assert "resolved" not in given["tiers.disk_budget_bytes"]
+
+
+def test_config_shows_what_a_running_serve_was_given(tmp_path: Path) -> None:
+    data, lanes = tmp_path / "data", tmp_path / "lanes"
+    data.mkdir()
+    flags = {"data_dir": str(data), "lane_dir": str(lanes), "gateway.port": 9009, "gateway.api_key": "secret"}
+    served = config.load({**flags, "engine.threads": 3, "engine.deterministic": True}, environment={})
+    lock = FileLock(served.paths.serve_lock).take("served")
+    running.note(served)
+    result = concordia("config", "--data-dir", str(data))
+    assert "8080 (now 9009)" in result.stdout and "runs on this data directory" in result.stdout
+    assert f"lanes and sockets: {lanes}" in result.stdout
+    shown = json.loads(concordia("config", "--json", "--data-dir", str(data), "--engines", "4").stdout)
+    now = {key: row["resolved"] for key, row in shown.items() if "resolved" in row}
+    assert now.pop("tiers.disk_budget_bytes") > 0
+    assert now == {
+        "lane_dir": str(lanes),
+        "gateway.port": 9009,
+        "gateway.api_key": "(set)",
+        "engine.threads": 3,
+        "engine.deterministic": True,
+        "host.engines": 2,
+    }
+    lock.release()
+    assert "9009" not in concordia("config", "--data-dir", str(data)).stdout, "what a killed one left"
 
 
 def test_unknown_model_exits_with_3(tmp_path: Path) -> None:
@@ -288,8 +313,6 @@ def test_status_without_the_key_shows_what_runs_and_that_a_key_is_needed(
     assert result.exit_code == 1 and "running" in result.stdout and "e0" in result.stdout
     assert result.stderr == "concordia: the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file\n"
     assert json.loads(concordia("status", "--json", *places).stdout)["gateway"] == "locked"
-    said = concordia("config", "--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir)).stdout
-    assert f"(pid {os.getpid()}) and may have been given other flags" in said
 
 
 def test_status_shows_the_directory_that_the_gateway_serves(

@@ -141,7 +141,10 @@ def test_tiny_lanes_are_drained_after_a_crash_without_a_server(other: System) ->
 
 
 @pytest.mark.timeout(240)
-def test_tiny_status_shows_lag(other: System) -> None:
+def test_tiny_status_shows_lag_and_config_what_serve_was_given(other: System) -> None:
+    shown = concordia(other, "config")
+    assert shown["gateway.port"]["resolved"] == other.port and shown["host.engines"]["resolved"] == 1
+    assert "there is no engine 'e9'; there are e0 (ready)" in concordia(other, "drain", "e9", code=1)
     turn(other, "short", random_prompt(7, 50))
 
     def durable() -> bool:
