@@ -255,8 +255,12 @@ class Show:
     # ------------------------------------------------------------ output
 
     def _title(self, text: str) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        if console.is_terminal:
             console.rule(f"[bold]{text}", align="left")
+        else:
+            console.print(f"\n{text}\n")
 
     def _ask(self, question: str) -> None:
         self._printed = 0

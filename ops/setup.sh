@@ -3,7 +3,9 @@
 # torch is installed first and pinned: with no torch there, somebody's dependency on a plain `torch` may fetch gigabytes of CUDA.
 set -euo pipefail
 venv=${1:-.venv}
-say() { printf '\n\033[1m[setup %s]\033[0m %s\n' "$1" "$2"; }
+bold='' plain=''
+if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+say() { printf '\n%s[setup %s]%s %s\n' "$bold" "$1" "$plain" "$2"; }
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 find_python() {
