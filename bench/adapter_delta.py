@@ -19,12 +19,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import report, scratch
 from bench.model import model_directory
 
 SEQUENCE_TOKENS = 32
@@ -41,10 +40,10 @@ def main() -> None:
     steps, killed_after = (5, 2) if options.quick else (16, 6)
     rows = report.Report("adapter_delta", options)
     directory = model_directory(options.model)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=report.ROOT) as where:
-        calm = run(directory, Path(where) / "calm", steps, options, measure=True)
-        killed = run(directory, Path(where) / "killed", steps, options, killed_after)
-        resumed = run(directory, Path(where) / "killed", steps, options)
+    with scratch.directory("adapter", scratch.CHECKOUT) as where:
+        calm = run(directory, where / "calm", steps, options, measure=True)
+        killed = run(directory, where / "killed", steps, options, killed_after)
+        resumed = run(directory, where / "killed", steps, options)
     if resumed[0]["resumed_at"] < killed_after - 1:
         raise AssertionError(f"resumed at {resumed[0]['resumed_at']}, killed after {killed_after}")
     if calm[-1]["digest"] != resumed[-1]["digest"]:

@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from bench import report
+from bench import report, scratch
 from tiers.copy_sum import Memory
 from tiers.huge_pages import huge_bytes
 from tiers.lane import LaneWriter
 from tiers.lane_reader import LaneReader
 from tiers.layout import Layout, RootId, SequenceId
+from tiers.paths import SHARED_MEMORY
 
 SIZES = {"23 KB": 23 << 10, "64 KB": 64 << 10, "256 KB": 256 << 10, "1 MB": 1 << 20, "4 MB": 4 << 20}
 RING_BYTES = 256 << 20
 BURST = 8
 WARM_UP = 10
-SHARED_MEMORY = "/dev/shm"
 SEQUENCE = SequenceId(bytes(16))
 
 
@@ -40,11 +39,11 @@ def main() -> None:
     options = report.arguments(__doc__)
     repeats = 40 if options.quick else 200
     rows = report.Report("append", options)
-    with tempfile.TemporaryDirectory(prefix="concordia-bench-", dir=SHARED_MEMORY) as directory:
-        path = Path(directory) / "e0.lane"
+    with scratch.directory("append", SHARED_MEMORY) as directory:
+        path = directory / "e0.lane"
         lane = LaneWriter.open(path, lane_bytes=RING_BYTES, record_count=1 << 16, incarnation=1)
         keeper = LaneReader.open(path, writable_tail=True)
-        warm = shared(Path(directory) / "warm", RING_BYTES)
+        warm = shared(directory / "warm", RING_BYTES)
         rows.details["lane_huge_bytes"] = huge_bytes(path)
         for case, size in SIZES.items():
             appended, copied = measure(lane, keeper, warm, size, repeats, options.seed)

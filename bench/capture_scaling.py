@@ -12,7 +12,6 @@ Seed      none: contents don't matter
 
 from __future__ import annotations
 
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report
+from bench import report, scratch
 from engine.arena import Arena, LayerShape, Slot
 from engine.capture import Capture, Cursor
 from tiers.lane import LaneWriter
@@ -37,11 +36,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     steps = 600 if options.quick else 3000
     rows = report.Report("capture_scaling", options)
-    with tempfile.TemporaryDirectory(prefix="concordia-bench-", dir=SHARED_MEMORY) as directory:
+    with scratch.directory("capture", SHARED_MEMORY) as directory:
         arena = Arena.allocate(layer_shapes(options.model), 2, ROOM, torch.float32, torch.device("cpu"))
         arena.prefault(2 * ROOM)
-        short, long = measure_steps(arena, Path(directory) / "e0.lane", steps)
-        whole = measure_whole(arena, Path(directory) / "whole", 5 if options.quick else 15)
+        short, long = measure_steps(arena, directory / "e0.lane", steps)
+        whole = measure_whole(arena, directory / "whole", 5 if options.quick else 15)
     rows.details = {"short_us": quartiles(short), "long_us": quartiles(long), "whole_us": whole}
     at_short, at_long, all_of_it = report.median(short), report.median(long), report.median(whole)
     rows.add(report.Row("7k / 256", at_long, "us", at_short, at_long / at_short, "<= 1.1"))

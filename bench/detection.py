@@ -16,11 +16,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from bench import report
+from bench import report, scratch
 from ops.host import EngineWatch
 from ops.settings import HostSettings
 from tiers.paths import Paths
@@ -47,8 +45,8 @@ def main() -> None:
     repeats = 3 if options.quick else 15
     noise_s = 20.0 if options.quick else 600.0
     rows = report.Report("detection", options)
-    with tempfile.TemporaryDirectory() as directory:
-        paths = Paths.at(Path(directory) / "data", Path(directory) / "lanes").make()
+    with scratch.directory("detection") as directory:
+        paths = Paths.at(directory / "data", directory / "lanes").make()
         deaths = [asyncio.run(one_death(paths)) for _ in range(repeats)]
         hangs = [asyncio.run(one_hang(paths)) for _ in range(repeats)]
         alarms, late = asyncio.run(false_alarms(paths, noise_s))

@@ -16,10 +16,8 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from bench import report
+from bench import report, scratch
 from bench.driver import System, at_once, request, system
 from bench.rates import add_pairs, decoding_rate
 from bench.sse import Answer
@@ -49,8 +47,8 @@ def main() -> None:
     measure(
         rows, "", options.model, options.threads, draw_plain, (STREAMS, CONTEXT_TOKENS, PROMPT_TOKENS), rounds, tokens
     )
-    with TemporaryDirectory(prefix="concordia-exact-") as directory:
-        model = str(build_kind(SAMPLE["linear"], Path(directory)))
+    with scratch.directory("exact") as directory:
+        model = str(build_kind(SAMPLE["linear"], directory))
         sizes = (RECURRENT_STREAMS, RECURRENT_CONTEXT_TOKENS, RECURRENT_PROMPT_TOKENS)
         measure(rows, "recurrent ", model, options.threads, draw_tiny, sizes, rounds, tokens)
     rows.finish()

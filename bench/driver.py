@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from bench import scratch
 from bench.sse import Answer, SseConnection, StreamError, Watcher
 from tiers.paths import Paths
 
@@ -488,8 +488,8 @@ def toml_text(settings: Settings) -> str:
 @contextlib.contextmanager
 def system(model: str | Path, *, name: str = "bench", **options: Any) -> Iterator[System]:
     """A started System in a temporary data directory, gone afterwards with everything it made."""
-    with tempfile.TemporaryDirectory(prefix=f"concordia-{name}-") as directory:
-        running = System(model, Path(directory) / "data", **options)
+    with scratch.directory(name) as directory:
+        running = System(model, directory / "data", **options)
         try:
             yield running.start()
         finally:

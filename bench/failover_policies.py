@@ -17,11 +17,10 @@ Seed      --seed
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import moving, report
+from bench import moving, report, scratch
 from bench.driver import System, request
 from bench.recovery_gap import PARTS
 
@@ -37,8 +36,8 @@ def main() -> None:
     draw = random.Random(options.seed)
     lengths = QUICK_LENGTHS if options.quick else LENGTHS
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
-    with tempfile.TemporaryDirectory(prefix="concordia-policies-") as directory:
-        measured = {policy: measure(options, policy, prompts, Path(directory) / "data") for policy in POLICIES}
+    with scratch.directory("policies") as directory:
+        measured = {policy: measure(options, policy, prompts, directory / "data") for policy in POLICIES}
     rows = report.Report("failover_policies", options)
     rows.details = measured
     gap = {(p, n): report.median([kill["gap_ms"] for kill in measured[p][n]]) for p in POLICIES for n in lengths}

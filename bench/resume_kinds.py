@@ -14,11 +14,9 @@ Seed      --seed; --model is not used
 from __future__ import annotations
 
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import report, scratch
 from bench.driver import system
 from bench.resume_after_restart import resumes, timed
 from tests.engine.kinds import SAMPLE
@@ -40,11 +38,11 @@ def main() -> None:
     prompts = {f"gemma3 {report.length_name(n)}": report.random_tokens(draw, n) for n in GEMMA_LENGTHS}
     engine = {"threads": options.threads, "slots": 2, "context_tokens": max(GEMMA_LENGTHS) + 256}
     measure(rows, GEMMA, prompts, engine, repeats)
-    with tempfile.TemporaryDirectory(prefix="concordia-kinds-") as directory:
+    with scratch.directory("kinds") as directory:
         for kind in QUICK_KINDS if options.quick else SAMPLE:
             architecture = SAMPLE[kind]
             tokens = [draw.randrange(3, 512) for _ in range(TINY_LENGTH)]
-            model = build_kind(architecture, Path(directory))
+            model = build_kind(architecture, directory)
             engine = {"threads": options.threads, "context_tokens": 2 * TINY_LENGTH}
             measure(rows, str(model), {f"{kind} 1k": tokens}, engine, tiny_repeats)
     rows.finish()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
-from bench.report import ROOT
+from bench import scratch
 from tiers.drain import Drain
 from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
@@ -25,15 +22,10 @@ BLOCK = 32
 
 
 @contextmanager
-def installation(where: str | Path | None = None) -> Iterator[Paths]:
+def installation() -> Iterator[Paths]:
     """A data directory on the disk that holds this checkout, lanes in shared memory; both go afterwards."""
-    data = tempfile.mkdtemp(prefix=".bench-", dir=where or ROOT)
-    lanes = tempfile.mkdtemp(prefix="concordia-bench-", dir=SHARED_MEMORY)
-    try:
+    with scratch.directory("rows", scratch.CHECKOUT) as data, scratch.directory("rows", SHARED_MEMORY) as lanes:
         yield Paths.at(data, lanes).make()
-    finally:
-        shutil.rmtree(data, ignore_errors=True)
-        shutil.rmtree(lanes, ignore_errors=True)
 
 
 def sequence(name: str) -> SequenceId:

@@ -12,12 +12,11 @@ Seed      --seed; --model and --threads are not used
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 
 import torch
 
-from bench import report
+from bench import report, scratch
 from engine.arena import Arena
 from tests.engine.driver import EngineDriver, submit
 from tests.engine.kinds import SAMPLE, write_model
@@ -39,8 +38,8 @@ def main() -> None:
     rows = report.Report("state_bytes", options)
     kinds = {"window": SAMPLE["window"], "linear": SAMPLE["linear"]} if options.quick else SAMPLE
     for kind, architecture in kinds.items():
-        with tempfile.TemporaryDirectory(prefix="concordia-bytes-") as directory:
-            before, after, ring = measure(Path(directory), architecture, random.Random(options.seed))
+        with scratch.directory("bytes") as directory:
+            before, after, ring = measure(directory, architecture, random.Random(options.seed))
         for part in ("rows", "points"):
             if before[part]:
                 value, baseline = after[part] / TOKENS, before[part] / TOKENS

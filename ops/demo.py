@@ -11,7 +11,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import click
 from rich.markup import escape
 from rich.text import Text
 
+from bench import scratch
 from bench.driver import System
 from bench.sse import Answer, StreamError
 from engine import messages, wire
@@ -115,8 +115,8 @@ def _directory(keep_dir: Path | None) -> Iterator[Path]:
     if keep_dir is not None:
         yield keep_dir
         return
-    with tempfile.TemporaryDirectory(prefix="concordia-demo-") as scratch:
-        yield Path(scratch) / "data"
+    with scratch.directory("demo") as directory:
+        yield directory / "data"
 
 
 class Show:
@@ -323,8 +323,8 @@ def _check_ids(answer: Answer) -> None:
 
 def cold_restart(system: System, model: Model, token_count: int) -> tuple[float, float]:
     """(start, recompute) in ms of a fresh engine process that knows nothing, for a context of that many tokens."""
-    with tempfile.TemporaryDirectory(prefix="concordia-cold-") as scratch:
-        paths = Paths.at(Path(scratch) / "data", Path(scratch) / "lanes").make()
+    with scratch.directory("cold") as directory:
+        paths = Paths.at(directory / "data", directory / "lanes").make()
         settings = _engine_settings(paths, model)
         arguments = ("--engine", "e0", "--incarnation", "1")
         command = ChildCommand("cold", "engine.main", settings, arguments)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
 
-from engine import pid_file
+from bench.scratch import data_directory, is_served
 from tiers.paths import SHARED_MEMORY
 
 OF_A_KILLED_RUN_S = 3600.0
@@ -22,14 +21,11 @@ def clear(base: Path) -> list[Path]:
 
 
 def _is_left(directory: Path, base: Path) -> bool:
-    try:
-        data_dir = Path(os.fsdecode((directory / "owner").read_bytes()))
-    except OSError:
+    data_dir = data_directory(directory)
+    if data_dir is None:
         return False  # somebody makes it just now, or it is no lane directory
-    known = [pid_file.read(path) for path in directory.glob("*.pid")]
-    lives = any(process is not None and process.alive for process in known)
     of_a_killed_run = data_dir.is_relative_to(base.parent) and _age_s(directory) > OF_A_KILLED_RUN_S
-    return not lives and (data_dir.is_relative_to(base) or not data_dir.exists() or of_a_killed_run)
+    return not is_served(directory) and (data_dir.is_relative_to(base) or not data_dir.exists() or of_a_killed_run)
 
 
 def _age_s(directory: Path) -> float:

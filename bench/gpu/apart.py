@@ -12,13 +12,13 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench import scratch
 from bench.gpu.lab import Row
 from bench.report import ROOT
 
@@ -54,21 +54,20 @@ def _child_of(
     names: list[str], command: list[str], most_s: Mapping[str, float], deadline: float, ceilings: dict[str, float]
 ) -> Iterator[tuple[str, list[Row]]]:
     """Sections that one child ended, and the one that ended it."""
-    with tempfile.TemporaryDirectory(prefix="concordia-gpu-") as where:
-        events = Path(where) / "events.jsonl"
+    with scratch.directory("gpu") as where:
+        events = where / "events.jsonl"
         events.write_text(json.dumps({"ceilings": ceilings}) + "\n")
         limit_s = max(1.0, deadline - time.monotonic())
         more = ["--only", ",".join(names), "--events", str(events), "--limit", f"{limit_s:.1f}"]
         # What it leaves lies in a directory that goes with it.
         child = subprocess.Popen(
-            [*command, *more], cwd=ROOT, env={**os.environ, "TMPDIR": where}, start_new_session=True
+            [*command, *more], cwd=ROOT, env={**os.environ, "TMPDIR": str(where)}, start_new_session=True
         )
         try:
             yield from _follow(child, events, names, most_s, deadline)
         finally:
             _end(child)
-            for lane in Path("/dev/shm").glob(f"concordia-gpu-bench-{child.pid}-*"):
-                lane.unlink(missing_ok=True)
+            scratch.clear()
 
 
 def _follow(

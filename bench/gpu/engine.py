@@ -11,7 +11,6 @@ Unit      tokens/s (ratio on / off, wanted 0.99 for capture) and milliseconds (r
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import scratch
 from bench.gpu.lab import Lab, Row
 from engine.arena import Arena, Slot
 from engine.attention import ArenaCache
@@ -102,13 +102,13 @@ def measure(lab: Lab) -> list[Row]:
     """Decode at each batch, then recovery at each context, each in an arena that just holds it."""
     batches, contexts = (_BATCHES[:1], _CONTEXTS[:1]) if lab.quick else (_BATCHES, _CONTEXTS)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="concordia-gpu-") as where:
-        write_model(lab, Path(where))
+    with scratch.directory("gpu") as where:
+        write_model(lab, where)
         longest = max(_tokens(lab, context) for context in contexts)
         options = EngineSettings(
             device=str(lab.device), context_tokens=longest + 64, prefill_chunk=_CHUNK, decode_graph="on"
         )
-        model = load(Path(where), "random-0.6B", options)
+        model = load(where, "random-0.6B", options)
         a_round = max(batches) * (_PROMPT + _STEPS + 2 * _BLOCK)
         with _bench(lab, model, options, max(2, *batches), _DECODE_CONTEXT, a_round) as bench:
             for batch in batches:
@@ -162,20 +162,21 @@ def _bench(
     )  # fmt: skip
     cache = ArenaCache(arena, lambda: None, model.layers)
     lane_bytes = int(1.1 * captured_tokens * arena.layout.token_bytes) + (16 << 20)
-    directory = lane_directory(lane_bytes)
-    path = directory / f"concordia-gpu-bench-{os.getpid()}-{slots}.lane"
-    lane = LaneWriter.open(path, lane_bytes=lane_bytes, record_count=1 << 16, incarnation=1)
-    capture = Capture(lane, arena, model.root(arena.layout, _BLOCK), _BLOCK)
-    rows = capture.rows = build(arena, lab.driver, "auto" if lab.on_gpu else "graph", in_steps=True)
-    rows.reach_lane(lane.ring)
-    rows.rows.wait_ready()
-    keeper = LaneReader.open(path, writable_tail=True)
-    where = "" if directory == SHARED_MEMORY else f"; lane in {directory}: /dev/shm is too small"
-    bench = Bench(lab, model, arena, cache, capture, graphs_for(model, arena, cache, options, rows), keeper, where)
-    try:
-        yield bench
-    finally:
-        bench.close()
+    place = lane_directory(lane_bytes)
+    with scratch.directory("gpu", place) as directory:
+        path = directory / f"{slots}.lane"
+        lane = LaneWriter.open(path, lane_bytes=lane_bytes, record_count=1 << 16, incarnation=1)
+        capture = Capture(lane, arena, model.root(arena.layout, _BLOCK), _BLOCK)
+        rows = capture.rows = build(arena, lab.driver, "auto" if lab.on_gpu else "graph", in_steps=True)
+        rows.reach_lane(lane.ring)
+        rows.rows.wait_ready()
+        keeper = LaneReader.open(path, writable_tail=True)
+        where = "" if place == SHARED_MEMORY else f"; lane in {place}: /dev/shm is too small"
+        bench = Bench(lab, model, arena, cache, capture, graphs_for(model, arena, cache, options, rows), keeper, where)
+        try:
+            yield bench
+        finally:
+            bench.close()
 
 
 def _decode(bench: Bench, batch: int) -> list[Row]:
