@@ -5,6 +5,7 @@ Question  Time to first token of the next turn (`end to end L`), and prompt proc
 Regime    Demo model, one engine; every process gets SIGKILL and the system is started again on the same data directory
           before each measurement; the next turn is the session's token list plus NEXT_TURN_TOKENS new ones, as token ids,
           so that lengths are exact. Client's clock; prompt processing as the engine reports it (restore not included).
+          What a turn costs depends on how much it adds: cases `prompt 7k, N new` say it of other turns (OTHER_TURNS).
 Baseline  The same request at an engine with an empty store, which computes all of it, in the same run.
 Unit      ms; ratio is recompute / resume. Wanted: at least 150 for `end to end 7k`, at least 700 for `prompt 7k`.
 Seed      --seed
@@ -23,6 +24,9 @@ from tiers import keeper_client
 LENGTHS = (256, 1024, 4096, 7168)
 QUICK_LENGTHS = (7168,)
 NEXT_TURN_TOKENS = 8
+# A question asked again computes its last token only; 32 are a short message within its template.
+OTHER_TURNS = (1, 32)
+OTHERS_AT = 7168
 # Far more than any answer takes on a busy machine.
 DEADLINE_S = 900.0
 WANTED = {"end to end 7k": ">= 150", "prompt 7k": ">= 700"}
@@ -35,6 +39,7 @@ def main() -> None:
     repeats = 3 if options.quick else 5
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
     turns = {length: [report.random_tokens(draw, NEXT_TURN_TOKENS) for _ in range(repeats)] for length in lengths}
+    others = {count: [report.random_tokens(draw, count) for _ in range(repeats)] for count in OTHER_TURNS}
     rows = report.Report("resume_after_restart", options)
     settings = {"engine": {"threads": options.threads}}
     with system(options.model, name="empty", engines=1, settings=settings) as empty:
@@ -43,13 +48,18 @@ def main() -> None:
         ours = {
             length: resumes(running, report.length_name(length), prompts[length], turns[length]) for length in lengths
         }
-    rows.details = {"cold": cold, "resumed": ours, "next_turn_tokens": NEXT_TURN_TOKENS}
+        long = report.length_name(OTHERS_AT)
+        more = {count: resumes(running, f"{long} {count}", prompts[OTHERS_AT], others[count]) for count in OTHER_TURNS}
+    rows.details = {"cold": cold, "resumed": ours, "others": more, "next_turn_tokens": NEXT_TURN_TOKENS}
     for length in lengths:
         for case, key in (("end to end", "first_token_ms"), ("prompt", "prefill_ms")):
             name = f"{case} {report.length_name(length)}"
             value, baseline = report.median([run[key] for run in ours[length]]), cold[length][key]
             note = f"restore {report.median([run['restore_ms'] for run in ours[length]]):.0f} ms"
             rows.add(report.Row(name, value, "ms", baseline, baseline / value, WANTED.get(name, ""), note))
+    for count in OTHER_TURNS:
+        value, baseline = report.median([run["prefill_ms"] for run in more[count]]), cold[OTHERS_AT]["prefill_ms"]
+        rows.add(report.Row(f"prompt {long}, {count} new", value, "ms", baseline, baseline / value))
     rows.finish()
 
 
