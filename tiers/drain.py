@@ -399,8 +399,11 @@ class Drain:
         """Commit everything that is in the lanes now; with `sync`, onto the disk. Returns each lane's tail. Raises StoreFailed."""
         lanes = self._lanes.scan()
         self._mend_tails(lanes)
-        goals = [(lane, lane.head()) for lane in lanes]
-        while any(not lane.closed and self._next(lane) < head for lane, head in goals):
+        goals, reached = [(lane, lane.head()) for lane in lanes], None
+        while left := [self._next(lane) for lane, head in goals if not lane.closed and self._next(lane) < head]:
+            if left == reached:
+                break  # what was there is no more: somebody else wrote into a lane
+            reached = left
             self.step(all_tails=True)
         if self._sealing.is_waiting:
             self.step(all_tails=True)

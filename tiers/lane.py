@@ -189,6 +189,7 @@ class LaneWriter:
         self._before_reuse: Callable[[], None] | None = None
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
+        self._reserved_bytes = self._find_reserved()
 
     @classmethod
     def open(
@@ -262,6 +263,11 @@ class LaneWriter:
             # No entry to lean on: the newest reservation is above every payload that was ever written.
             return number, padded(self._words[RESERVED_WORD])
         return number, last.payload_offset + padded(last.payload_bytes)
+
+    def _find_reserved(self) -> int:
+        """End of the newest reservation; the furthest that it can have been, if the word that says so was damaged."""
+        said, furthest = self._words[RESERVED_WORD], self._tail_bytes() + self.lane_bytes
+        return said if self._head_bytes <= said <= furthest else furthest
 
     def _entry(self, number: int) -> RecordHeader | None:
         at = self._entry_offset(number)
@@ -469,7 +475,7 @@ class LaneWriter:
             )
         self.shares.check(namespace, size, tail, reserved_bytes)
         # Whoever reads what this reservation overwrites must be able to tell, and a stale lap's entry must not be taken for ours.
-        words[RESERVED_WORD] = max(offset + size, words[RESERVED_WORD])
+        words[RESERVED_WORD] = self._reserved_bytes = max(offset + size, self._reserved_bytes)
         words[(self._entry_offset(number) >> 3) + COMMIT] = 0
         failpoints.reach("append.payload.before")
         return offset

@@ -55,9 +55,12 @@ def header_problem(lane: Path) -> str:
 
 
 def is_possible_tail(commits: np.ndarray, tail: int) -> bool:
-    """Whether a lane with these commit words (uint64, by slot) can have this tail: the record before it is the last that was freed."""
+    """Whether a lane with these commit words (uint64, by slot) can have this tail: the record before it is the last that was freed.
+
+    Or it is what a damaged tail is given, before which there is no record any more.
+    """
     if tail:
-        return bool(commits[(tail - 1) % len(commits)] == tail)
+        return bool(commits[(tail - 1) % len(commits)] == tail) or tail == oldest_record(commits)
     return bool(commits[0] <= 1 or commits[-1] < commits[0] - 1)  # the directory wasn't gone through yet
 
 

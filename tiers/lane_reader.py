@@ -174,7 +174,9 @@ class LaneReader:
         words = self._words
         if self._is_device and words[LANE_ID_WORD] != self.lane_id:
             return False  # its range has been given to another lane
-        return header.payload_offset + self.lane_bytes >= words[RESERVED_WORD]
+        if header.payload_offset + self.lane_bytes >= words[RESERVED_WORD]:
+            return True
+        return header.number >= words[TAIL_WORD]  # not freed, so no reservation can reach it: `reserved` was damaged
 
     def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
         """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.sample import BLOCK, World, append_rows, flip, sequence, some_tokens
+from tiers import drain as drain_module
 from tiers.drain import Drain
-from tiers.lane_format import COMMIT, DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, geometry_bytes
+from tiers.lane_format import COMMIT, DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, RESERVED_WORD, geometry_bytes
 from tiers.lane_header import header_problem, mend
 from tiers.lane_reader import LaneReader
 from tiers.repair import ASIDE, mend_lanes
@@ -142,3 +143,53 @@ def test_a_tail_that_is_flipped_under_a_keeper_costs_nothing(world: World) -> No
     drain.close()
     shutil.rmtree(world.paths.lane_dir)
     assert world.restorable(TOKENS) == 40
+
+
+@pytest.mark.parametrize("laps", [0, 2])
+@pytest.mark.parametrize("byte, bit", [(0, 0x40), (2, 1), (6, 0x10)])
+def test_a_flipped_end_of_reservations_costs_neither_what_waits_nor_what_comes(
+    world: World, laps: int, byte: int, bit: int
+) -> None:
+    path = waiting(world, laps=laps)
+    flip(path, 8 * RESERVED_WORD + byte, bit)
+    assert found(world) == [] and world.restorable(TOKENS) == len(TOKENS)
+    assert world.drain().get("bad_records", 0) == 0
+    lane = world.lane()
+    later = some_tokens(2 * BLOCK, seed=9)
+    world.capture(lane, "later", later, [len(later)], session="later")
+    flip(path, 8 * RESERVED_WORD + byte, bit)
+    append_rows(lane, "a", len(TOKENS), TOKENS[:1])
+    assert world.restorable(later) == len(later)
+    assert world.drain().get("bad_records", 0) == 0
+    shutil.rmtree(world.paths.lane_dir)
+    assert world.restorable(TOKENS) == len(TOKENS) and world.restorable(later) == len(later)
+
+
+def test_a_lane_that_was_gone_through_is_taken_again_in_many_groups(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = waiting(world, laps=2)
+    flip(path, PAGE + 5)
+    monkeypatch.setattr(drain_module, "GROUP_RECORDS", 7)
+    counts = world.drain()
+    reader = LaneReader.open(path)
+    assert reader.tail == reader.head() == 6 + 128 and counts["records"] == 64
+    assert world.restorable(TOKENS) == len(TOKENS)
+
+
+def test_a_lane_that_is_written_to_by_others_while_it_is_drained_ends_the_drain(world: World) -> None:
+    path = waiting(world)
+    drain = Drain(world.paths, world.settings)
+    drain.open()
+    take = drain.step
+
+    def damaged(**given: bool) -> bool:
+        for number in (2, 3):
+            with open(path, "r+b") as file:
+                file.seek(DIRECTORY_OFFSET + number * ENTRY_BYTES + 8 * COMMIT)
+                file.write(bytes(8))
+        return take(**given)
+
+    drain.step = damaged  # type: ignore[method-assign]
+    assert drain.flush(sync=True) == {"e0": 2}
+    drain.close()
