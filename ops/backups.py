@@ -14,7 +14,7 @@ from ops.installation import Installation, drain_what_can_be, need_data, need_wh
 from ops.processes import FileLock
 from ops.show import Bar, size
 from tiers.backup import BackupManifest, backup, check_backup, moved_in, occupied, read_manifest, restore
-from tiers.errors import BadFile, OtherFormat, TierError
+from tiers.errors import BadFile, FileBusy, OtherFormat, TierError
 from tiers.offline import writer_lock
 
 
@@ -34,6 +34,8 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, 
             )  # fmt: skip
             if check:
                 _must_be_whole(target, bar)
+    except FileBusy as error:
+        raise StateRefused(str(error)) from error
     except TierError as error:
         raise OpsError(f"{error}; nothing of the backup is left but {target}.part") from error
     except OSError as error:

@@ -24,7 +24,7 @@ from ops.installation import Installation, drain_what_can_be, need_data, session
 from ops.names import check_spelling
 from ops.show import Bar, size
 from tiers import keeper_client
-from tiers.errors import BadBlock, BadFile, OtherFormat, TierError
+from tiers.errors import BadBlock, BadFile, FileBusy, OtherFormat, TierError
 from tiers.export import (
     Manifest,
     Opened,
@@ -78,7 +78,7 @@ def run_export(
         )  # fmt: skip
         with Bar(f"exporting {session}", quiet=as_json) as bar:
             written, resumed = export_session(store, target, found, manifest, tokens, bar, keys)
-    except Locked as error:
+    except (Locked, FileBusy) as error:
         raise StateRefused(str(error)) from error
     except OSError as error:
         raise OpsError(

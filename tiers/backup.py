@@ -25,7 +25,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from tiers import keeper_client
 from tiers.errors import BadFile, OtherFormat, StoreFailed
-from tiers.lock import is_held
+from tiers.lock import hold, is_held
 from tiers.paths import Paths
 from tiers.store_file import opening
 
@@ -33,6 +33,7 @@ FORMAT = "concordia-backup"
 VERSION = 1
 MANIFEST = "MANIFEST.json"
 CHUNK_BYTES = 1 << 20
+LOCK = ".lock"  # of who makes a backup, in it until it has its name
 DRAFT, MOVED = ".restore", "moved.json"  # where a restore is made, and what of it is in its place
 PARTS = ("store", "sessions", "journal", "adapters")
 Progress = Callable[[str, int, int], None]
@@ -91,13 +92,39 @@ def backup(
     """Copy everything durable to the new directory `target`. Drain the lanes before, to have what they hold.
 
     limit_mb_s  of reading; 0: as fast as it goes
-    Raises      TierError (a database can't be copied), OSError (the target: full, or not writable), FileExistsError (it is there already)
+    Raises      TierError (a database can't be copied), FileBusy (another backup is made there), FileExistsError (it is there already),
+                OSError (the target: full, or not writable)
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already")
     draft = target.with_name(target.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(mode=0o700, parents=True)
+    draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = hold(draft / LOCK)
+    try:
+        _empty(draft)
+        manifest = _fill(paths, draft, about, map_bytes, progress, limit_mb_s)
+        draft.rename(target)
+        (target / LOCK).unlink()
+        _sync_directory(target)
+        _sync_directory(target.parent)
+    finally:
+        os.close(lock)
+    return manifest
+
+
+def _empty(draft: Path) -> None:
+    """Remove what an unfinished backup has left, but its lock."""
+    for path in draft.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _fill(
+    paths: Paths, draft: Path, about: dict[str, Any], map_bytes: int, progress: Progress, limit_mb_s: float
+) -> BackupManifest:
+    """Everything durable, synced, and the manifest of it."""
     rate = Rate(limit_mb_s)
     for name, source in (("store", paths.store), ("sessions", paths.sessions)):
         if not (source / "data.mdb").exists():
@@ -116,8 +143,6 @@ def backup(
     manifest = BackupManifest(int(time.time()), files, about)
     _write_synced(draft / MANIFEST, manifest.encoded())
     _sync_tree(draft)
-    draft.rename(target)
-    _sync_directory(target.parent)
     return manifest
 
 
@@ -209,7 +234,8 @@ def _copy_journals(paths: Paths, draft: Path, progress: Progress, rate: Rate) ->
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    return iter(sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST))
+    """All but the manifest and the lock."""
+    return iter(sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in (MANIFEST, LOCK)))
 
 
 def _described(root: Path, path: Path) -> CopiedFile:
@@ -314,6 +340,7 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     draft = paths.data_dir / DRAFT
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
     moved, done = moved_in(manifest, paths), 0
+    _drop_others(draft, manifest)
     for file in manifest.files:
         if Path(file.path).parts[0] not in (moved or ()):
             _restore_file(source / file.path, draft / file.path, file)
@@ -341,6 +368,14 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     shutil.rmtree(draft)
     _sync_directory(paths.data_dir)
     return manifest
+
+
+def _drop_others(draft: Path, manifest: BackupManifest) -> None:
+    """Remove what the restore of another backup has left of it."""
+    known = {file.path for file in manifest.files} | {MOVED}
+    for path in list(_files(draft)):
+        if str(path.relative_to(draft)) not in known:
+            path.unlink()
 
 
 def moved_in(manifest: BackupManifest, paths: Paths) -> list[str] | None:

@@ -7,7 +7,8 @@
     │   ├── LaneBusy       another process still holds the lane as its writer
     │   ├── KeeperAway     the keeper didn't answer within the deadline
     │   ├── OverBudget     the store may not grow until sessions were evicted
-    │   └── StoreBusy      a live keeper or host agent owns the data directory
+    │   ├── StoreBusy      a live keeper or host agent owns the data directory
+    │   └── FileBusy       another process writes that file
     ├── Lost           that copy is unusable: take another one, or recompute
     │   ├── BadRecord      a record of a lane: overwritten, torn or flipped
     │   ├── BadBlock       a block or tail piece of the store: missing, torn or flipped
@@ -76,6 +77,12 @@ class StoreBusy(Retry):
     """Somebody else is the store's writer."""
 
     hint = "Stop `concordia serve` on that data directory, or do without what needs it to be idle"
+
+
+class FileBusy(Retry):
+    """Another process is writing what was to be written."""
+
+    hint = "Wait until it is done, or name another place"
 
 
 class Lost(TierError):

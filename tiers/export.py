@@ -25,6 +25,7 @@ from tiers.export_seal import MAGIC as SEALED_MAGIC
 from tiers.export_seal import SCRYPT, SEALING_BYTES, ExportKeys, FileSealer, LockedFile, read_header
 from tiers.group import Group
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
+from tiers.lock import hold
 from tiers.track import PointPlace, Sealed, Track
 from tiers.values import RootInfo
 from tiers.view import StoreReader, View
@@ -175,7 +176,8 @@ def _tail_keys(view: View, parent: BlockId, rest: bytes) -> list[tuple[bytes, in
 class Exporter:
     """Writes PATH.part, then renames it. A PATH.part of the same manifest is continued after its last whole record.
 
-    keys  what seals the file, if anything does; a part that they don't open is begun anew
+    keys    what seals the file, if anything does; a part that they don't open is begun anew
+    Raises  FileBusy (another export writes it)
     """
 
     def __init__(self, path: Path, manifest: Manifest, keys: ExportKeys | None = None) -> None:
@@ -192,6 +194,7 @@ class Exporter:
     def _open(self) -> BinaryIO:
         whole = 0
         kept: list[bytes] = []
+        file = open(hold(self.part), "r+b")
         with contextlib.suppress(FileNotFoundError, BadFile, OtherFormat, LockedFile):
             sealer = opened_with(self.part, self._keys)
             for item in read_items(self.part, whole_file=False, keys=self._keys):
@@ -203,7 +206,6 @@ class Exporter:
                 whole = item.offset_after
         if kept:
             self.resumed_records, self._sealer = len(kept), sealer
-        file = open(os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
         file.truncate(whole)
         if not kept:
             file.write(MAGIC if self._sealer is None else self._sealer.header.data)
@@ -286,7 +288,7 @@ def export_session(
 ) -> tuple[int, int]:
     """Write one session to `path`; (bytes of the file, records that an interrupted export had written already).
 
-    Raises BadBlock (a stored block is damaged: repair first), OSError
+    Raises BadBlock (a stored block is damaged: repair first), FileBusy (another export writes that file), OSError
     """  # fmt: skip
     exporter = Exporter(path, manifest, keys)
     total = found.block_count + 1

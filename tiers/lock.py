@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from tiers.errors import FileBusy
+
 RETRY_S = 0.01
 
 
@@ -52,3 +54,22 @@ def take(file: int | TextIO, timeout_s: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(RETRY_S)
+
+
+def hold(path: Path) -> int:
+    """Open a file, made if need be, as the only one who writes it: a descriptor, held until it is closed. Raises FileBusy, OSError.
+
+    Where the file system has no locks, nobody is kept away.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = is_named(file, path)  # else its writer has just given it another name
+    except BlockingIOError:
+        is_mine = False
+    except OSError:
+        return file
+    if not is_mine:
+        os.close(file)
+        raise FileBusy("another process is writing it", where=str(path))
+    return file

@@ -76,9 +76,9 @@ def salvage(
         new.close()
     aside.mkdir(mode=0o700, exist_ok=True)
     kept = next(path for n in range(1 << 20) if not (path := aside / f"data.mdb-{n}.broken").exists())
-    (store_dir / "data.mdb").rename(kept)
-    (target / "data.mdb").rename(store_dir / "data.mdb")
-    (store_dir / "lock.mdb").unlink(missing_ok=True)
+    (store_dir / "lock.mdb").unlink(missing_ok=True)  # it tells of the old file's roots
+    _keep(store_dir / "data.mdb", kept)
+    os.replace(target / "data.mdb", store_dir / "data.mdb")
     shutil.rmtree(target)
     shutil.rmtree(mended, ignore_errors=True)
     done.kept_aside = str(kept)
@@ -88,6 +88,14 @@ def salvage(
         no_root=done.no_root, kept_aside=str(kept),
     )  # fmt: skip
     return done
+
+
+def _keep(data: Path, kept: Path) -> None:
+    """Give the old file another name beside its own: killed before the new one has taken its place, it is still there."""
+    try:
+        os.link(data, kept)
+    except OSError:  # a file system without links
+        data.rename(kept)
 
 
 def _readable(store_dir: Path, mended: Path, map_bytes: int, done: Salvaged) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
 from tiers.offline import keeper_lock
 from tiers.repair import ASIDE
+from tiers.salvage import salvage
 
 
 def damage(place: Place, wanted: bytes, databases: tuple[bytes, ...] = (b"blocks", b"tails")) -> None:
@@ -490,3 +492,24 @@ def test_a_damaged_list_of_free_pages_is_found_and_repaired(place: Place, part: 
     assert place.json("repair", "--yes")["saved"]["lost"] == {}
     assert place.json("verify")["ok"] and place.run("compact").exit_code == 0
     assert [place.world.restorable(tokens) for tokens in conversations[4:]] == [32, 32]
+
+
+def test_a_repair_that_is_killed_before_its_new_file_is_in_place_leaves_the_old_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.session("chat", TOKENS)
+    file, map_bytes = place.paths.store / "data.mdb", place.world.settings.store_map_bytes
+    before = file.read_bytes()
+
+    rename = os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        if "salvage" in source.parts:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        salvage(place.paths.store, place.paths.store / ASIDE, map_bytes=map_bytes)
+    assert file.read_bytes() == before and place.world.restorable(TOKENS) == len(TOKENS)

@@ -448,6 +448,25 @@ def test_a_backup_that_was_interrupted_is_no_backup(place: Place, tmp_path: Path
     assert json.loads((tmp_path / "backup" / "MANIFEST.json").read_text())["format"] == "concordia-backup"
 
 
+def test_two_that_write_the_same_file_or_backup_do_not_write_into_each_other(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    file, backup = tmp_path / "f", tmp_path / "backup"
+    parts = [tmp_path / "f.part", tmp_path / "backup.part" / "half"]
+    parts[1].parent.mkdir()
+    for part in parts:
+        part.write_text("half")
+    for locked in (tmp_path / "f.part", tmp_path / "backup.part" / backups.LOCK):
+        with open(locked, "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            command = ("export", "chat", "-o", str(file)) if locked == parts[0] else ("backup", str(backup))
+            assert "another process is writing it" in place.refused(5, *command)
+    assert [part.read_text() for part in parts] == ["half", "half"], "nothing of the other's is touched"
+    export(place, file)
+    exported.check_exported(file)
+    place.json("backup", str(backup))
+    assert {path.name for path in backup.iterdir()} == {"MANIFEST.json", "journal", "sessions", "store"}
+
+
 # ---------------------------------------------------------------- doctor
 
 
