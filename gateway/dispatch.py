@@ -70,6 +70,7 @@ class Dispatcher:
         self._inquests = Inquests(table, settings.poison_deaths, spawn, self._end_poison, self._place_pending)
         self._watchers: list[Moves | Standbys] = [self.moves, *([self.standbys] if self.standbys else [])]
         self._settled = True
+        self._read_back_at = self._named_at = 0.0  # streams of an earlier process; those that engines go on with
         self._engines_changed = asyncio.Event()
 
     # ------------------------------------------------------------ what requests do
@@ -176,6 +177,7 @@ class Dispatcher:
 
     def resume_all(self, streams: list[Stream], host_answered: asyncio.Event) -> None:
         """Take over streams read back from their journals: engines that know them are asked first."""
+        self._read_back_at = self.now()
         for stream in streams:
             if stream.finish or stream.failed:
                 self._end(stream, stream.finish, stream.finish)
@@ -183,6 +185,7 @@ class Dispatcher:
             if not stream.stored:
                 loop = asyncio.get_running_loop()
                 loop.call_later(self._settings.resume_grace_s, self._expire, stream)
+            stream.recovery = failover.begun_before(stream, self._read_back_at - time.time())
             self._wait(stream)
             log.info("resume.read_back", stream=stream.id, tokens=stream.token_count, stored=stream.stored)
         self._settled = False
@@ -192,6 +195,7 @@ class Dispatcher:
         """Once the engines that are up had the chance to name their streams, the others are submitted again."""
         await host_answered.wait()
         await asyncio.sleep(SETTLE_S)
+        self._named_at = self.now()
         while not self.can_serve or any(engine.state == "connecting" for engine in self.engines.values()):
             self._engines_changed.clear()
             await self._engines_changed.wait()
@@ -210,10 +214,12 @@ class Dispatcher:
     def _send(self, stream: Stream, engine: Engine, tokens: bytes) -> None:
         now = self.now()
         self._stop_waiting(stream)
+        self._find_lost_with_gateway(stream)
         stream.resumed = False
         if stream.epoch == 0:
             stream.waited_ms = (time.monotonic() - stream.opened_at) * 1000
-        stream.record(j.Placed(stream.epoch + 1, engine.name, engine.incarnation))
+        lost = failover.as_written(stream.recovery.loss, time.time() - now) if stream.recovery is not None else None
+        stream.record(j.Placed(stream.epoch + 1, engine.name, engine.incarnation, lost))
         if stream.recovery is not None:
             stream.recovery = stream.recovery.submit(engine.name, now)
         engine.streams[stream.id] = stream
@@ -308,6 +314,17 @@ class Dispatcher:
         self._send(stream, self.engines[choice], tokens)
         return True
 
+    def _find_lost_with_gateway(self, stream: Stream) -> None:
+        """A stream of an earlier process that its engine does not go on with: that one was lost, and nobody there to see it."""
+        engine = self.engines.get(stream.engine)
+        lives = engine is not None and engine.ready and engine.incarnation == stream.incarnation
+        if stream.resumed and stream.epoch > 0 and not lives:
+            heard = min(stream.last_written - time.time() + self.now(), self._read_back_at)
+            certain = max(self._read_back_at, self._named_at)
+            self._begin_recovery(
+                stream, failover.Loss(stream.engine, failover.WITH_GATEWAY, heard, self._read_back_at, certain)
+            )
+
     # ------------------------------------------------------------ engines come and go
 
     def engine_attached(self, engine: Engine, hello: m.Hello) -> None:
@@ -349,7 +366,7 @@ class Dispatcher:
             return
         self._stop_waiting(stream)
         stream.resumed = False
-        stream.record(j.Placed(live.epoch, engine.name, engine.incarnation))
+        stream.record(j.Placed(live.epoch, engine.name, engine.incarnation, stream.lost))
         engine.streams[stream.id] = stream
         engine.remember(stream, live.tokens)
         # The engine says again all that it said of this stream: what is new among it is delivered like any other token.
@@ -578,7 +595,8 @@ class Dispatcher:
         stream.recovery = None
         stream.record(recovery)
         metrics.recoveries.labels(recovery.reason).inc()
-        metrics.recovery_gap_s.observe(recovery.gap_ms / 1000)
+        if recovery.reason != failover.WITH_GATEWAY:
+            metrics.recovery_gap_s.observe(recovery.gap_ms / 1000)
         log.info(
             "recover.done", stream=stream.id, lost=recovery.engine, engine=recovery.to_engine, reason=recovery.reason,
             position=recovery.position, gap_ms=round(recovery.gap_ms, 1), detect_ms=round(recovery.detect_ms, 1),

@@ -2,6 +2,9 @@
 
     last heard ── detect ── noticed ── fence ── certain ── wait ── submitted ── restore ── started ── force ── fed ── next token
 
+An engine that was lost together with its gateway was last heard when that one last wrote of the stream. The next gateway notices
+as it reads the journal, and is certain once the engines that run have said what they work on.
+
 The parts add up to the gap. Times are seconds of CLOCK_MONOTONIC. What carries a recovery out is `dispatch.py`.
 """
 
@@ -9,7 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gateway.journal import Recovery
+from gateway.journal import Lost, Recovery
+from gateway.streams import Stream
+
+WITH_GATEWAY = "lost with its gateway"  # the reason, where nobody was there to see how
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,21 @@ class Recovering:
             restored_tokens=self.restored_tokens,
             forced_tokens=self.forced_tokens,
         )
+
+
+def as_written(loss: Loss, epoch_s: float) -> Lost:
+    """For the journal. epoch_s: Unix time at zero of the clock."""
+    return Lost(loss.engine, loss.reason, loss.last_heard + epoch_s)
+
+
+def begun_before(stream: Stream, zero_s: float) -> Recovering | None:
+    """The recovery that an earlier gateway had begun when it last wrote of a stream, if any. zero_s: the clock at Unix time 0."""
+    if stream.lost is None:
+        return None
+    heard = stream.lost.at + zero_s
+    placed = max(heard, stream.last_written + zero_s)
+    loss = Loss(stream.lost.engine, stream.lost.reason, heard, placed, placed)
+    return Recovering(loss, len(stream.tokens)).submit(stream.engine, placed)
 
 
 def lost_comment(loss: Loss, position: int) -> str:

@@ -86,12 +86,21 @@ class StreamSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     echoed: str = ""
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """Before each submission: which epoch went to which engine."""
+class Lost(msgspec.Struct, frozen=True, array_like=True):
+    """A loss of an engine that no token has followed yet; at: its last sign of life, in seconds of Unix time."""
+
+    engine: str
+    reason: str
+    at: float
+
+
+class Placed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Before each submission: which epoch went to which engine, and after which loss, so that the next gateway knows of it."""
 
     epoch: int
     engine: str
     incarnation: int
+    lost: Lost | None = None
 
 
 class StartedRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -349,7 +358,10 @@ class Journal:
             fd = os.open(self.path, flags, 0o600)
         self._written(self.path, is_new=self._fresh)
         self._fresh = False
-        os.ftruncate(fd, self._end)  # drops a torn tail
+        if (
+            os.fstat(fd).st_size != self._end
+        ):  # else its time of change is left: it says when a stream was last heard of
+            os.ftruncate(fd, self._end)  # drops a torn tail
         return fd
 
     def _make_directory(self) -> None:
@@ -398,6 +410,23 @@ def read_spec(path: Path, opened: Seal = as_it_is) -> StreamSpec | GroupSpec | N
         return None
     first = next(read_records(data, opened), None)
     return first[0] if first is not None and isinstance(first[0], StreamSpec | GroupSpec) else None
+
+
+def read_unfinished(path: Path, opened: Seal = as_it_is) -> tuple[StreamSpec, bytes] | None:
+    """A stream that has no end yet, with its tokens so far (packed: the prompt, then what was delivered); None if it has, or there is none.
+
+    Raises Locked
+    """
+    try:
+        if is_closed(path):
+            return None
+        records = [record for record, _ in read_records(path.read_bytes(), opened)]
+    except FileNotFoundError:
+        return None
+    if not records or not isinstance(records[0], StreamSpec) or isinstance(records[-1], End):
+        return None
+    fresh = [record.tokens for record in records if isinstance(record, Tokens)]
+    return records[0], b"".join([records[0].prompt, *fresh])
 
 
 def is_open(path: Path) -> bool:

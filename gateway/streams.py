@@ -77,6 +77,8 @@ class Stream:
         self.scored: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.epoch = 0
         self.engine = ""
+        self.incarnation = 0
+        self.lost: j.Lost | None = None
         self.started: j.StartedRecord | None = None
         self.started_epoch = 0  # the epoch that `started` tells of
         self.recoveries: list[j.Recovery] = []
@@ -97,6 +99,7 @@ class Stream:
         self.unread = asyncio.Event()  # set while nobody reads
         self.unread.set()
         self.resumed = False  # read back at the start of this process, not claimed by an engine yet
+        self.last_written = 0.0  # then: Unix time at which an earlier process last wrote of it
         self.captured = 0
         self.opened_at = time.monotonic()
         self.first_token_at = 0.0
@@ -122,7 +125,8 @@ class Stream:
             case j.Tokens():
                 self._apply_tokens(record)
             case j.Placed():
-                self.epoch, self.engine = record.epoch, record.engine
+                self.epoch, self.engine, self.incarnation = record.epoch, record.engine, record.incarnation
+                self.lost = record.lost
             case j.StartedRecord():
                 if self.started is None:
                     self.started, self.started_epoch = record, self.epoch
@@ -130,6 +134,7 @@ class Stream:
                 self.scored += record.rows
             case j.Recovery():
                 self.recoveries.append(record)
+                self.lost = None
             case j.Migration():
                 self.migrations.append(record)
             case j.End():
@@ -140,6 +145,7 @@ class Stream:
         assert record.position == len(self.tokens), "positions in a journal have no gap"
         tokens = unpack_tokens(record.tokens)
         self.prefill_ms = record.prefill_ms or self.prefill_ms
+        self.lost = None
         if self.spec.silent:
             self.finish = "length"
             return
@@ -346,6 +352,7 @@ class StreamTable:
                     assert stream.journal is not None, "it goes on"
                     stream.journal.hold()
                     stream.resumed = True
+                    stream.last_written = at
                     self.live[stream.id] = stream
                     streams.append(stream)
         return streams

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gateway.journal import read_unfinished
+from gateway.sealing import Sealing
 from gateway.sessions import SessionRecord
 from ops.errors import OpsError
 from ops.installation import Installation, session_file
@@ -15,6 +17,7 @@ from tiers.base import session_key
 from tiers.errors import NoRoom, OverBudget
 from tiers.export import Found, find_stored
 from tiers.keeper_operations import Operations, stored_of
+from tiers.keys import Keyring, Locked
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
 from tiers.rebuild import TokenList
@@ -28,7 +31,7 @@ def listed(here: Installation) -> dict[str, Any]:
         return {**answer, "data": _with_pins(here, answer["data"])}
     with session_file(here) as file:
         records, locked = file.all(), file.locked
-    rows = [_offline_row(record, _durable(here, record)) for record in records]
+    rows = [_offline_row(here, record, _list_now(here, record)) for record in records]
     return {"object": "list", "data": _with_pins(here, rows), "locked": locked}
 
 
@@ -50,11 +53,12 @@ def view(here: Installation, session: str) -> dict[str, Any]:
     if here.gateway is not None or _nothing_on_disk(here):
         client = here.need_gateway("this session")
         row = dict(client.get(client.session_path(session)))
-        sizes = {} if _nothing_on_disk(here) else _sizes(_stored(here, _record(here, session)))
+        sizes = {} if _nothing_on_disk(here) else _sizes_of(here, _record(here, session))
         return _with_pins(here, [row | sizes])[0]
     record = _record(here, session)
-    found = _stored(here, record)
-    row = {**_offline_row(record, _durable(here, record)), "streams": record.streams, **_sizes(found)}
+    now = _list_now(here, record)
+    found = _find(here, record.namespace, np.frombuffer(now.tokens, "<i4"))
+    row = {**_offline_row(here, record, now), "streams": record.streams, **_sizes(found)}
     return _with_pins(here, [row])[0]
 
 
@@ -91,11 +95,33 @@ def _record(here: Installation, session: str) -> SessionRecord:
     return record
 
 
-def _stored(here: Installation, record: SessionRecord) -> Found | None:
-    """What the store holds of a session's tokens."""
+class _ListNow(NamedTuple):
+    """A session's token list, packed, and its streams that have no end yet: of these, the list is that of the one begun last."""
+
+    tokens: bytes
+    unfinished: list[str]
+
+
+def _list_now(here: Installation, record: SessionRecord) -> _ListNow:
+    """As a gateway that starts now would have it: from the journals of what it was answering, else that of the turn which ended last."""
+    sealing, tokens, unfinished = Sealing(Keyring.from_environment()), b"", []
+    for stream in record.streams:
+        with contextlib.suppress(Locked):
+            found = read_unfinished(here.paths.journal(stream), sealing.opens_journal(stream))
+            if found is not None:
+                unfinished.append(stream)
+                tokens = found[1] if found[0].session == record.session else tokens
+    if tokens:
+        return _ListNow(tokens, unfinished)
+    with session_file(here) as file:
+        return _ListNow(file.tokens(record.session), unfinished)
+
+
+def _sizes_of(here: Installation, record: SessionRecord) -> dict[str, Any]:
+    """`_sizes` of what the store holds of the turn that ended last."""
     with session_file(here) as file:
         tokens = np.frombuffer(file.tokens(record.session), "<i4")
-    return _find(here, record.namespace, tokens)
+    return _sizes(_find(here, record.namespace, tokens))
 
 
 def _find(here: Installation, namespace: str, tokens: np.ndarray) -> Found | None:
@@ -118,10 +144,9 @@ def _sizes(found: Found | None) -> dict[str, Any]:
     }
 
 
-def _durable(here: Installation, record: SessionRecord) -> int:
-    """How much of a session the store has, counted as the keeper counts it for a gateway."""
-    with session_file(here) as file:
-        one = TokenList(record.namespace, record.session, file.tokens(record.session), int(1000 * record.last_used))
+def _durable(here: Installation, record: SessionRecord, tokens: bytes) -> int:
+    """How much of a session's list the store has, counted as the keeper counts it for a gateway."""
+    one = TokenList(record.namespace, record.session, tokens, int(1000 * record.last_used))
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:
         with store.snapshot() as view:
@@ -130,14 +155,16 @@ def _durable(here: Installation, record: SessionRecord) -> int:
         store.close()
 
 
-def _offline_row(record: SessionRecord, durable: int) -> dict[str, Any]:
-    """The same fields as the gateway's, as far as the disk knows them."""
-    record.place(record.captured, durable)
+def _offline_row(here: Installation, record: SessionRecord, now: _ListNow) -> dict[str, Any]:
+    """The same fields as the gateway's, as far as the disk knows them: of a list that a turn broke off, captured is what is on disk."""
+    captured = 0 if len(now.tokens) != 4 * record.token_count else record.captured
+    record.token_count = len(now.tokens) // 4
+    record.place(captured, _durable(here, record, now.tokens))
     return {
         "id": record.session,
         "object": "session",
         "namespace": record.namespace,
-        "state": "parked",
+        "state": "broken off" if now.unfinished else "parked",
         "created": int(record.created),
         "last_used": int(record.last_used),
         "turns": record.turns,
@@ -147,15 +174,15 @@ def _offline_row(record: SessionRecord, durable: int) -> dict[str, Any]:
         "capture_lag": record.token_count - record.captured,
         "durable_lag": record.captured - record.durable,
         "engines": [],
-        "live_streams": [],
+        "live_streams": now.unfinished,
     }
 
 
 def _remove_offline(here: Installation, session: str) -> dict[str, Any]:
+    tokens = np.frombuffer(_list_now(here, _record(here, session)).tokens, "<i4").astype(np.int32)
     with session_file(here, writable=True) as file:
         record = file.get(session)
         assert record is not None, "looked up before"
-        tokens = np.frombuffer(file.tokens(session), "<i4").astype(np.int32)
         with contextlib.suppress(OverBudget, NoRoom):  # deleting is what makes room
             recover(here.paths, here.config.tiers)
         found = _find(here, record.namespace, tokens)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+
+import pytest
 
 from engine import messages as m
 from gateway import journal as j
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine, token_at
+
+PARTS = ("detect", "fence", "wait", "restore", "force", "next_token")
 
 
 async def break_off(world: World, engine: FakeEngine, tokens: int, **more):  # type: ignore[no-untyped-def]
@@ -64,11 +69,18 @@ async def test_log_probabilities_are_caught_up_with_too(world: World) -> None:
 async def test_everything_killed_a_stored_stream_goes_on_at_a_new_engine(world: World) -> None:
     engine = world.engines[0]
     want = await world.events("POST", "/v1/chat/completions", chat())
+    asked_at = time.monotonic()
     sse = await break_off(world, engine, 5, session_id="s-1")
     await engine.kill()
+    await asyncio.sleep(0.1)  # nothing runs
     await world.start_gateway()
     fresh = await world.engine("e0", 2)
     got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    (recovery,) = got.concordia["recoveries"]
+    lost = {"engine": "e0", "to_engine": "e0", "reason": "lost with its gateway", "position": 23 + 5}
+    assert lost.items() <= recovery.items()
+    assert 100.0 <= recovery["detect_ms"] < recovery["gap_ms"] <= (time.monotonic() - asked_at) * 1000 + 10.0
+    assert sum(recovery[f"{part}_ms"] for part in PARTS) == pytest.approx(recovery["gap_ms"], abs=0.1)
     assert got.text == want.text
     assert got.events[:6] == sse.events
     assert fresh.submits[0].epoch > engine.submits[-1].epoch
@@ -98,7 +110,41 @@ async def test_timing_tells_of_the_first_start_though_everything_was_killed_in_i
     timing = got.concordia["timing"]
     assert timing["wait_ms"] >= 11.0, "the engine's, and how long it waited at the gateway"
     assert (timing["restore_ms"], timing["prefill_ms"]) == (22.0, 0.0)
-    assert got.concordia["recoveries"] == [], "no gateway was there to see it"
+    assert [(r["position"], r["reason"]) for r in got.concordia["recoveries"]] == [(23, "lost with its gateway")]
+
+
+async def test_each_loss_is_told_though_everything_was_killed_before_the_next_token(world: World) -> None:
+    """e0 dies, e1 is to go on; everything is killed; e0 is to go on, its gateway is killed alone; that engine goes on."""
+    engine, other = world.engines[0], await world.engine("e1", budget=0)
+    sse = await break_off_after(world, engine, other)
+    await other.kill()
+    await world.start_gateway()
+    third = await world.engine("e0", 2, budget=0)
+    await world.until(lambda: has_submits(third))
+    await world.kill_gateway()
+    await world.start_gateway()
+    third.allow(None)
+    got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    told = [(r["engine"], r["to_engine"], r["reason"], r["position"]) for r in got.concordia["recoveries"]]
+    assert told == [("e0", "e1", "killed", 28), ("e1", "e0", "lost with its gateway", 28)]
+    assert all(r["gap_ms"] > 0 and min(r[f"{part}_ms"] for part in PARTS) >= 0 for r in got.concordia["recoveries"])
+    assert len(third.submits) == 1
+
+
+async def break_off_after(world: World, engine: FakeEngine, other: FakeEngine):  # type: ignore[no-untyped-def]
+    """A stream that lost its engine after five tokens, and its gateway once another engine had it."""
+    engine.allow(5)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(store=True)))
+
+    async def five() -> bool:
+        live = (await world.get("/v1/streams"))["data"]
+        return bool(live) and live[0]["delivered_tokens"] >= 5
+
+    await world.until(five)
+    await engine.kill()
+    await world.until(lambda: has_submits(other))
+    await world.kill_gateway()
+    return await task
 
 
 async def has_begun(world: World) -> bool:

@@ -15,6 +15,9 @@ import lmdb
 import numpy as np
 import pytest
 
+from engine.messages import Sampling, pack_tokens
+from gateway import journal
+from gateway.sessions import SessionFile, SessionRecord
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, sequence, some_tokens
 from tiers.free_list import free_list_problem
@@ -102,8 +105,6 @@ def test_verify_names_the_damage(place: Place) -> None:
 
 
 def test_verify_finds_a_damaged_journal(place: Place) -> None:
-    from gateway import journal
-
     place.session("chat", TOKENS)
     records = [journal.Placed(1, "e0", 1), journal.Tokens(3, b"\1\0\0\0"), journal.End("stop", "stop", 1.0)]
     path = place.paths.journal("s1")
@@ -111,6 +112,31 @@ def test_verify_finds_a_damaged_journal(place: Place) -> None:
     assert place.json("verify")["checked"]["journals"] == 1
     flip(path, 40)
     assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["journal"]
+
+
+def test_a_session_that_was_broken_off_shows_what_its_journal_holds(place: Place) -> None:
+    prompt, answered = TOKENS[: 3 * BLOCK], TOKENS[3 * BLOCK :]
+    place.session("chat", TOKENS[:BLOCK])
+    place.world.capture(place.world.lane(), "s2", TOKENS, [len(TOKENS)], session="chat")
+    sampling = Sampling(temperature=0.0, seed=1)
+    spec = journal.StreamSpec("s2", "chat", 1, "m", pack_tokens(prompt.tolist()), sampling, [], [], 999, session="chat")
+    told = [journal.Placed(1, "e0", 1), journal.Tokens(len(prompt), pack_tokens(answered.tolist()))]
+    path = place.paths.journal("s2")
+    path.write_bytes(b"".join(map(journal.encode, [spec, *told])) + b"torn")
+    file = SessionFile(place.paths.sessions, writable=True)
+    file.put(SessionRecord("chat", 1.0, 2.0, turns=2, token_count=BLOCK, streams=["s1", "s2"]), b"")
+    file.close()
+    (row,) = place.json("sessions", "ls")["data"]
+    assert (row["state"], row["tokens"], row["live_streams"]) == ("broken off", len(TOKENS), ["s2"])
+    assert row["captured"] == row["durable"] == BLOCK, "the rest waits in the lane"
+    place.json("recover")
+    assert place.json("sessions", "show", "chat")["durable"] == len(TOKENS)
+    end = journal.encode(journal.End("stop", "stop", 1.0))
+    path.write_bytes(path.read_bytes()[: -len(b"torn")] + end)
+    assert place.json("sessions", "show", "chat")["state"] == "parked", "it has an end"
+    path.write_bytes(path.read_bytes()[: -len(end)])
+    place.json("sessions", "rm", "chat", "--yes")
+    assert place.world.restorable(TOKENS) == 0, "what the answer had stored is gone, too"
 
 
 def test_verify_of_nothing_says_where_it_looked(place: Place) -> None:

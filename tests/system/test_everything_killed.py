@@ -119,14 +119,18 @@ def test_tiny_everything_killed_again_and_again_in_one_answer(tiny: System) -> N
     got = tiny.stream(
         h.CHAT, body, headers={"X-Session-Id": "again"}, watch=h.after(30, lambda answer: tiny.kill_all())
     )
+    hits = []
     if got.broken:
         tiny.start()
-        seen = len(got.tokens)
-        got = tiny.resume(got, watch=h.after(seen + 60, lambda answer: tiny.kill_all()))
+        hits.append(len(got.tokens))
+        got = tiny.resume(got, watch=h.after(hits[0] + 60, lambda answer: tiny.kill_all()))
     if got.broken:
         tiny.start()
+        hits.append(len(got.tokens))
         got = tiny.resume(got)
     h.assert_same(got, want, "everything killed again and again")
+    lost = [recovery for recovery in h.recoveries(got) if recovery["reason"] == "lost with its gateway"]
+    assert len(lost) == len(hits) and all(recovery["gap_ms"] > 0 for recovery in lost), (hits, h.recoveries(got))
 
 
 def test_tiny_killed_serve_takes_gateway_and_host_along(tiny: System) -> None:
