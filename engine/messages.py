@@ -133,6 +133,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     capture_by    how rows get off the device: `stream`, `graph`, `executor` (with the reason if they go through tier 0 instead of straight
                   into the lane), or `copy` with the reason why the framework does it; on a CPU only if it can't be done in one pass
+    capture_in_two_passes  1 on a CPU where it can't, whatever it is that `capture_by` says of it
     restore_by    how rows get back onto it: `scatter`, or `copy` with the reason
     decode_graph  on a GPU `on`, or why decode steps are launched one operation at a time
     """
@@ -166,6 +167,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     points_missing: int = 0
     windows_lost: int = 0
     capture_by_handlers: int = 0
+    capture_in_two_passes: int = 0
     decode_graphs: int = 0
     decode_graph_steps: int = 0
     restore_by_handlers: int = 0

@@ -84,6 +84,7 @@ def engine_stats(engine: Engine) -> m.EngineStats:
         points_missing=engine.points.missing,
         windows_lost=capture.windows_lost if capture else 0,
         capture_by_handlers=int(capture.by_handlers) if capture else 0,
+        capture_in_two_passes=int(capture.in_two_passes) if capture else 0,
         restore_by_handlers=int(capture.restore_by == "scatter") if capture else 0,
         decode_graphs=engine.graphs.recorded,
         decode_graph_steps=engine.graphs.replayed,

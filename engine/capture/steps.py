@@ -79,11 +79,16 @@ class Capture:
         return self.rows is not None and not self.rows.failed
 
     @property
+    def in_two_passes(self) -> bool:
+        """On a CPU: whether records are copied first and summed afterwards, since the kernel that does both is missing."""
+        return self.rows is None and bool(self.arena.words) and bool(copy_sum.without())
+
+    @property
     def by(self) -> str:
         """How rows get off the device, with the reason if it could be done better; on a CPU "" as a rule."""
         if self.rows is None:
             if self.arena.words:
-                return f"copy, then checksum: {missing}" if (missing := copy_sum.without()) else ""
+                return f"copy, then checksum: {copy_sum.without()}" if self.in_two_passes else ""
             return f"copy: {self.without}" if self.without else ""
         if self.rows.failed:
             return f"copy: {self.rows.failed}"

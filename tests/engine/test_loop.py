@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import messages as m
 from tests.engine.driver import EngineDriver, random_tokens, submit
+from tiers import copy_sum
 
 Start = Callable[..., EngineDriver]
 HOT = m.Sampling(temperature=0.8, seed=1234)
@@ -455,3 +456,15 @@ def test_each_stage_is_an_event_in_the_log(start_engine: Start) -> None:
     ]
     assert told[2]["reused"] == {"lane": 85} and told[3]["forced"] == 1
     assert told[4]["position"] == told[4]["computed"] == 92
+
+
+def test_an_append_that_lacks_its_kernel_is_seen_in_the_stats(
+    start_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine().engine
+    assert (engine.stats().capture_in_two_passes, engine.stats().capture_by) == (0, "")
+    monkeypatch.setattr(copy_sum, "_kernel", lambda: copy_sum._Kernel(None, "no such target"))
+    assert (engine.stats().capture_in_two_passes, engine.stats().capture_by) == (
+        1,
+        "copy, then checksum: no such target",
+    )
