@@ -246,11 +246,14 @@ def _put_state(
 
 
 def _record(opened: Opened, session: str, namespace: str) -> SessionRecord:
-    """What is to be known of the session here."""
+    """What is to be known of the session here. Raises BadData."""
     about = opened.manifest.about.get("record") or {}
     now = time.time()
     base = {"session": session, "created": now, "last_used": now}
-    record = msgspec.convert({**base, **about, "session": session, "namespace": namespace}, SessionRecord)
+    try:
+        record = msgspec.convert({**base, **about, "session": session, "namespace": namespace}, SessionRecord)
+    except msgspec.ValidationError as error:
+        raise BadData(f"what the file says of its session can't be read: {error}") from error
     position, count = opened.manifest.position, opened.manifest.token_count
     return msgspec.structs.replace(
         record, streams=[], parked=True, token_count=count, captured=position, durable=position

@@ -114,8 +114,10 @@ class Drain:
     def open(self) -> None:
         """Make or open the store now, so that readers find one. Raises StoreFailed."""
         self._adopt_device_lanes()
-        self._open_store()
-        self.mended_lanes = self.mend_lanes()
+        try:
+            self._open_store()
+        finally:  # a lane is to be drained also when the store can be opened later only
+            self.mended_lanes = self.mend_lanes()
 
     def _adopt_device_lanes(self) -> None:
         """Lanes on a DAX device outlive a restart of the machine, their links in shared memory don't."""

@@ -461,9 +461,44 @@ def open_exported(path: Path, keys: ExportKeys | None = None) -> Opened:
     if (first.type, second.type) != (MANIFEST, TOKENS):
         raise BadFile("an exported file doesn't begin with its manifest and tokens", where=str(path))
     manifest = _decode(first.payload, Manifest, str(path))
+    if not _is_possible(manifest):
+        raise BadFile("a manifest that makes no sense", where=str(path))
     if len(second.payload) != 4 * manifest.token_count:
         raise BadFile("the token list hasn't the length that the manifest says", where=str(path))
     return Opened(manifest, bytes(second.payload), second.offset_after, first.checksum)
+
+
+def _is_possible(m: Manifest) -> bool:
+    """Whether its shape is one that state can have."""
+    try:
+        return len(m.root) == 16 and m.block_tokens > 0 and m.state_bytes >= 0 and m.shape.token_bytes >= 0
+    except (AssertionError, IndexError):
+        return False
+
+
+def _range_of(opened: Opened, item: Item) -> tuple[int, int, int]:
+    """(first token, count, mask of groups) of a BLOCK or TAIL record. Raises BadFile."""
+    m = opened.manifest
+    if len(item.payload) < STATE.size:
+        raise BadFile("a record of state is cut", where=NAMES[item.type])
+    start, count, groups, _ = STATE.unpack_from(item.payload)
+    where = f"record at [{start}, {start + count})"
+    if start % m.block_tokens or start + count > m.token_count or (item.type == BLOCK) != (count == m.block_tokens):
+        raise BadFile("a record's token range makes no sense", where=where)
+    if len(item.payload) - STATE.size != m.shape.frame_bytes(count, groups):
+        raise BadFile("a frame doesn't have its layout's size", where=where)
+    return start, count, groups
+
+
+def _point_of(opened: Opened, item: Item) -> tuple[int, int]:
+    """(position, kind) of a POINT record. Raises BadFile."""
+    m = opened.manifest
+    if len(item.payload) != STATE.size + m.state_bytes:
+        raise BadFile("a rollback point doesn't have its layout's size", where=NAMES[item.type])
+    position, _, _, kind = STATE.unpack_from(item.payload)
+    if position > m.token_count:
+        raise BadFile("a rollback point makes no sense", where=f"record at {position}")
+    return position, kind
 
 
 def check_exported(
@@ -474,12 +509,13 @@ def check_exported(
     size, position, points = path.stat().st_size, 0, 0
     for item in read_items(path, keys=keys or ExportKeys()):
         if item.type in (BLOCK, TAIL):
-            start, count, groups, _ = STATE.unpack_from(item.payload)
-            expected = opened.manifest.shape.frame_bytes(count, groups)
-            if start != position or len(item.payload) - STATE.size != expected:
+            start, count, _ = _range_of(opened, item)
+            if start != position:
                 raise BadFile("state of another range than the manifest says", where=str(path))
             position += count
-        points += item.type == POINT
+        elif item.type == POINT:
+            _point_of(opened, item)
+            points += 1
         progress(item.offset_after, size)
     if (position, points) != (opened.manifest.position, opened.manifest.point_count):
         raise BadFile("less state than the manifest says", where=str(path), cause=f"{position} tokens")
@@ -549,15 +585,9 @@ def _put_state(
     group: Group, opened: Opened, session: str, namespace: str, sequence: SequenceId, ids: list[BlockId], item: Item
 ) -> bool:
     """Put a block or a tail, and move the sequence's record on; whether it was not there."""
-    m = opened.manifest
-    start, count, groups, _ = STATE.unpack_from(item.payload)
-    whole = start // m.block_tokens
-    if start % m.block_tokens or start + count > m.token_count or (item.type == BLOCK) != (count == m.block_tokens):
-        raise BadFile("a record's token range makes no sense", where=f"record at [{start}, {start + count})")
+    m, (start, count, groups) = opened.manifest, _range_of(opened, item)
+    whole, layout = start // m.block_tokens, m.shape
     tokens = opened.tokens[4 * start : 4 * (start + count)]
-    layout = m.shape
-    if len(item.payload) - STATE.size != layout.frame_bytes(count, groups):
-        raise BadFile("a frame doesn't have its layout's size", where=f"record at [{start}, {start + count})")
     stream = f"import-{sequence.hex()}"
     track = Track(RootId(m.root), layout, m.block_tokens, namespace, session, stream, 1, ids[whole], start, start, True)
     if item.type == BLOCK:
@@ -589,11 +619,8 @@ def _lacks(group: Group, block: BlockId, groups: int) -> bool:
 
 
 def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId], item: Item) -> PointId:
-    m = opened.manifest
-    position, _, _, kind = STATE.unpack_from(item.payload)
+    m, (position, kind) = opened.manifest, _point_of(opened, item)
     whole = position // m.block_tokens
-    if position > m.token_count or whole >= len(ids) or len(item.payload) - STATE.size != m.state_bytes:
-        raise BadFile("a rollback point makes no sense", where=f"record at {position}")
     start = whole * m.block_tokens
     tokens = opened.tokens[4 * start : 4 * position]
     place = PointPlace(point_id(ids[whole], tokens), ids[whole], start, tokens)

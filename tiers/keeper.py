@@ -37,7 +37,7 @@ from tiers.settings import TierSettings
 
 log = structlog.get_logger()
 
-REQUEST_LIMIT_BYTES = 8 << 20
+REQUEST_LIMIT_BYTES = 64 << 20  # token lists of a hundred sessions of 100,000 tokens
 LOCK_WAIT_S = 5.0
 LOCK_LOOK_S = 1.0
 OPS = (
@@ -194,7 +194,7 @@ class Keeper:
         try:
             data = connection.recv(1 << 16)
             buffer += data
-            while b"\n" in buffer:
+            while b"\n" in data and b"\n" in buffer:
                 line, _, rest = bytes(buffer).partition(b"\n")
                 buffer[:] = rest
                 connection.sendall(json.dumps(self._answer(line)).encode() + b"\n")
@@ -217,7 +217,7 @@ class Keeper:
         except OSError as error:  # of a file that the request names, or that something is kept in
             said = f"{error.filename or self._paths.data_dir}: {error.strerror or error}"
             return {"ok": False, "error": said, "retry": False}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:  # of what is asked for
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "retry": False}
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:

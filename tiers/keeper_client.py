@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from tiers.rebuild import TokenList, to_wire
 
 Answer = dict[str, Any]
 ANSWER_LIMIT_BYTES = 64 << 20
+ASKED_BYTES = 4 << 20  # of token lists in one question
 
 
 class JobState(msgspec.Struct, frozen=True):
@@ -172,8 +173,24 @@ async def amend(
 
 
 async def astored(path: str | os.PathLike[str], lists: Iterable[TokenList], *, timeout_s: float = 10.0) -> list[int]:
-    """How much of each token list has its state in the store now. Raises KeeperAway, StoreFailed."""
-    return (await _aask(path, {"op": "stored", "lists": to_wire(lists)}, timeout_s))["stored"]
+    """How much of each token list has its state in the store now, asked in parts, each in timeout_s. Raises KeeperAway, StoreFailed."""
+    positions: list[int] = []
+    for part in _parts(lists):
+        positions += (await _aask(path, {"op": "stored", "lists": to_wire(part)}, timeout_s))["stored"]
+    return positions
+
+
+def _parts(lists: Iterable[TokenList]) -> Iterator[list[TokenList]]:
+    """Lists of about ASKED_BYTES together: while it looks at them the keeper does nothing else."""
+    part, size = list[TokenList](), 0
+    for one in lists:
+        if part and size + len(one.tokens) > ASKED_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(one)
+        size += len(one.tokens)
+    if part:
+        yield part
 
 
 def start_compact(

@@ -148,8 +148,12 @@ class LaneReader:
         return [self._header(n) for n in range(from_number, min(self.head(from_number), from_number + limit))]
 
     def _header(self, number: int) -> RecordHeader:
+        return parse_entry(self.raw_entry(number), number, self.lane_bytes)
+
+    def raw_entry(self, number: int) -> bytes:
+        """The bytes of record `number`'s slot."""
         at = DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
-        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number, self.lane_bytes)
+        return bytes(self._memory[at : at + ENTRY_BYTES])
 
     def used_share(self, start: int, end: int) -> float:
         """The larger of the shares of directory and ring that the records [start, end) take up."""

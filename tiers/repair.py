@@ -16,11 +16,12 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
+from tiers import media
 from tiers.base import Base, SessionKey, session_key
-from tiers.errors import BadBlock, BadRecord
+from tiers.errors import BadBlock, BadRecord, OtherFormat
 from tiers.group import Group
 from tiers.keys import Locked
-from tiers.lane_format import DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, RecordHeader, RecordType
+from tiers.lane_format import PAGE, RecordHeader, RecordType
 from tiers.lane_header import header_problem, mend_header
 from tiers.lane_reader import LaneReader
 from tiers.layout import BlockId, PointId, RootId, SequenceId, chain_root
@@ -260,10 +261,12 @@ def mend_lanes(
 
 
 def _mend_lane(lane: Path, record_count: int, lane_bytes: int, aside: Path, set_aside: bool) -> str:
-    with open(lane, "rb") as file:
-        header = file.read(PAGE)
+    header = _header_page(lane)
     if mend_header(lane, record_count, lane_bytes):
-        keep_aside(aside, f"lane-{lane.stem}", header)
+        try:
+            keep_aside(aside, f"lane-{lane.stem}", header)
+        except OSError as error:
+            log.warning("lane.not_kept_aside", lane=lane.stem, error=str(error))
         log.warning("lane.mended", lane=lane.stem, what=["header page"])
         return "its header page was damaged, and was made good again: nothing in it is lost"
     if not set_aside:
@@ -274,21 +277,24 @@ def _mend_lane(lane: Path, record_count: int, lane_bytes: int, aside: Path, set_
     return f"can't be made good, and was renamed {lane.name}.broken"
 
 
+def _header_page(lane: Path) -> bytes:
+    try:
+        return media.place_of(lane).head(PAGE)
+    except OtherFormat:
+        return lane.read_bytes()[:PAGE]  # a link that leads nowhere
+
+
 def damaged_records(lane: LaneReader) -> list[tuple[RecordHeader, bytes]]:
     """Damaged records that wait in a lane, each with its bytes: the entry, then the payload as far as it can be found."""
     found = []
     for header in lane.records(lane.tail):
         if header.type == RecordType.BAD:
-            found.append((header, _entry(lane, header.number)))
+            found.append((header, lane.raw_entry(header.number)))
             continue
         try:
             lane.payload(header)
         except BadRecord:
-            found.append((header, _entry(lane, header.number) + lane.payload(header, verify=False).tobytes()))
+            if header.number >= lane.tail:  # else the keeper has taken it meanwhile, and its writer has written over it
+                payload = lane.payload(header, verify=False).tobytes()
+                found.append((header, lane.raw_entry(header.number) + payload))
     return found
-
-
-def _entry(lane: LaneReader, number: int) -> bytes:
-    with open(lane.path, "rb") as file:
-        file.seek(DIRECTORY_OFFSET + (number % lane.record_count) * ENTRY_BYTES)
-        return file.read(ENTRY_BYTES)

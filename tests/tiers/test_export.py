@@ -6,12 +6,13 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, sequence, some_tokens, state
 from tiers import export
-from tiers.errors import OtherFormat
+from tiers.errors import BadFile, OtherFormat
 from tiers.lane_format import PointKind
 from tiers.layout import ALL_GROUPS, block_chain, point_id
 from tiers.offline import offline_drain
@@ -131,3 +132,24 @@ def test_what_is_being_imported_is_named_while_blocks_are_collected(
     take(other, tmp_path / "f", named=named)
     assert set(CHAIN[1:]) < named
     assert export.import_sequence(export.open_exported(tmp_path / "f"), "chat", "default") in named
+
+
+def test_nonsense_whose_checksums_are_right_is_refused_before_anything_is_taken(stored: World, tmp_path: Path) -> None:
+    write(stored, tmp_path / "f")
+    (_, first), *records = [(item.type, bytes(item.payload)) for item in export.read_items(tmp_path / "f")][:-1]
+    manifest = msgspec.msgpack.decode(first, type=export.Manifest)
+    changes: list[dict[str, object]] = [
+        *({"block_tokens": count} for count in (0, -1, 4)), *({"root": root} for root in (b"", bytes(17))),
+        *({"layout": layout} for layout in ([], [(1,)], [(1, 2, 0)] * 33, [(-1, 5, 0)])), {"state_bytes": -1},
+    ]  # fmt: skip
+    made = [(msgspec.structs.replace(manifest, **change), records) for change in changes]
+    for index, (kind, payload) in enumerate(records[1:], 1):
+        for wrong in (b"", payload[:10], b"\xff" * 16 + payload[16:], payload + b"\0"):
+            made.append((manifest, [*records[:index], (kind, wrong), *records[index + 1 :]]))
+    for number, (said, rest) in enumerate(made):
+        exporter = export.Exporter(tmp_path / str(number), said)
+        for index, (kind, payload) in enumerate([(export.MANIFEST, msgspec.msgpack.encode(said)), *rest]):
+            exporter.write(index, kind, payload)
+        exporter.finish()
+        with pytest.raises(BadFile):
+            export.check_exported(tmp_path / str(number))

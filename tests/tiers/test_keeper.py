@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import fcntl
 import json
@@ -29,6 +30,7 @@ from tiers.keeper_operations import Operations
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
 from tiers.lock import is_held
+from tiers.rebuild import TokenList
 from tiers.store import Store
 
 TOKENS = some_tokens(5 * BLOCK + 3)
@@ -443,6 +445,8 @@ def test_bad_requests_are_answered(world: World) -> None:
                 '{"op": "dance"}',
                 '{"op": "forget"}',
                 '{"op": "forget", "root": "zz"}',
+                '{"op": "compact", "settle_s": 1e306}',
+                "[" * 100_000,
             ):
                 connection.sendall(line.encode() + b"\n")
                 answer = json.loads(reader.readline())
@@ -452,6 +456,8 @@ def test_bad_requests_are_answered(world: World) -> None:
         with pytest.raises(TierError, match="/nowhere: No such file"):
             keeper_client.import_slice(world.paths.keeper_socket, "/nowhere", "chat", "default", 0, 0)
         assert keeper_client.forget(world.paths.keeper_socket, ROOT, "default", [1])["blocks"] == 0
+        long = [TokenList("default", f"s{number}", bytes(1 << 20), 0) for number in range(10)]
+        assert asyncio.run(keeper_client.astored(world.paths.keeper_socket, long)) == [0] * 10
 
 
 def test_what_was_committed_is_synced_though_nothing_more_is_taken(

@@ -12,6 +12,7 @@ import pytest
 from tests.tiers.sample import BLOCK, World, append_rows, flip, sequence, some_tokens
 from tiers import drain as drain_module
 from tiers.drain import Drain
+from tiers.errors import StoreFailed
 from tiers.lane_format import COMMIT, DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, RESERVED_WORD, geometry_bytes
 from tiers.lane_header import header_problem, mend
 from tiers.lane_reader import LaneReader
@@ -61,6 +62,27 @@ def test_a_keeper_that_starts_makes_it_good_and_keeps_the_damaged_page(world: Wo
     drain.close()
     assert world.restorable(TOKENS) == len(TOKENS) and found(world) == []
     assert len((world.paths.store / ASIDE / "lane-e0.broken").read_bytes()) == PAGE
+
+
+def test_a_keeper_makes_it_good_also_where_its_store_can_not_be_opened_yet(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(waiting(world), 3)
+    aside = world.paths.store / ASIDE
+    aside.write_text("in the way of what is kept aside")
+    drain = Drain(world.paths, world.settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(drain_module, "Store", failing_store)
+        with pytest.raises(StoreFailed):
+            drain.open()
+    drain._retry_at = 0
+    drain.flush(sync=True)
+    drain.close()
+    assert world.restorable(TOKENS) == len(TOKENS)
+
+
+def failing_store(*given: object, **more: object) -> None:
+    raise StoreFailed("the disk is full")
 
 
 def test_a_lane_of_another_geometry_says_enough_of_itself(world: World) -> None:
