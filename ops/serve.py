@@ -25,7 +25,7 @@ from engine import pid_file
 from ops import cuda_lane, running
 from ops.client import base_url
 from ops.config import Config
-from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError
+from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError, StateRefused
 from ops.models import Model
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, counted, print_welcome
@@ -33,7 +33,7 @@ from ops.status import engine_state
 from tiers.errors import StoreFailed
 from tiers.keys import Keyring
 from tiers.lock import is_held
-from tiers.paths import SOCKET_PATH_BYTES
+from tiers.paths import SOCKET_PATH_BYTES, Paths
 from tiers.view import StoreReader
 
 log = structlog.get_logger("serve")
@@ -253,13 +253,14 @@ def refuse_early(config: Config) -> None:
     """Refuse what can't be served before anything is made or pulled.
 
     Raises ConfigError (a lane directory or a device that can't be), AlreadyRunning (directory or port are taken), BadKeys,
-           OtherFormat (a store of a later version), BadData (the sessions can't be read)
+           OtherFormat (a store of a later version), BadData (the sessions can't be read), StateRefused (a restore was interrupted)
     """
     check_sockets(config)
     check_device(config)
     lock = config.paths.serve_lock
     if is_held(lock):
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
+    _refuse_half_restored(config.paths)
     check_port(config.gateway.host, config.gateway.port)
     Keyring.from_environment()  # raises BadKeys now rather than in every process
     from ops.installation import need_whole_sessions
@@ -273,6 +274,16 @@ def refuse_early(config: Config) -> None:
         pass  # the keeper says what is wrong, and serving goes on without it
     finally:
         store.close()
+
+
+def _refuse_half_restored(paths: Paths) -> None:
+    from tiers.backup import DRAFT, is_half_restored
+
+    if is_half_restored(paths):
+        raise StateRefused(
+            f"a restore to {paths.data_dir} was interrupted: run the same `concordia restore` again, which goes on; or, to serve what is "
+            f"there, remove {paths.data_dir / DRAFT}"
+        )
 
 
 def serve(config: Config, model_dir: Path, model_name: str) -> None:

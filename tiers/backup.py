@@ -380,11 +380,22 @@ def _drop_others(draft: Path, manifest: BackupManifest) -> None:
 
 def moved_in(manifest: BackupManifest, paths: Paths) -> list[str] | None:
     """Parts that a restore of this backup had moved in when it was interrupted; None: it hadn't come so far, or was of another backup."""
+    noted = _noted(paths)
+    return list(noted["parts"]) if noted is not None and noted["backup"] == manifest.name else None
+
+
+def _noted(paths: Paths) -> dict[str, Any] | None:
     try:
-        noted = json.loads((paths.data_dir / DRAFT / MOVED).read_bytes())
+        return dict(json.loads((paths.data_dir / DRAFT / MOVED).read_bytes()))
     except (OSError, ValueError):
         return None
-    return list(noted["parts"]) if noted["backup"] == manifest.name else None
+
+
+def is_half_restored(paths: Paths) -> bool:
+    """Whether a restore was interrupted when it was to move its parts in: what is there may be of two installations."""
+    noted, draft = _noted(paths), paths.data_dir / DRAFT
+    parts = [name for name in PARTS if name != "adapters" or (draft / name).exists()]
+    return noted is not None and not set(parts) <= set(noted["parts"])
 
 
 def _note_moved(draft: Path, manifest: BackupManifest, parts: list[str]) -> None:

@@ -18,6 +18,7 @@ from ops.client import ApiError, Client
 from ops.config import load
 from ops.errors import StateRefused
 from ops.installation import find
+from ops.serve import refuse_early
 from ops.transfer import run_import
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, flip, some_tokens
@@ -431,6 +432,9 @@ def test_a_restore_that_is_interrupted_while_its_parts_are_moved_in_goes_on(
         patched.setattr(backups, "_note_moved", interrupted)
         arguments = ("restore", str(tmp_path / "backup"), "--replace", "--yes")
         assert target.run(*arguments).exit_code == 130
+    said = load({"data_dir": str(target.paths.data_dir), "lane_dir": str(target.paths.lane_dir)})
+    with pytest.raises(StateRefused, match="run the same `concordia restore` again"):
+        refuse_early(said)
     target.json("restore", str(tmp_path / "backup"))
     assert target.world.restorable(TOKENS) == 43 and target.json("verify")["ok"]
     assert [row["id"] for row in target.json("sessions", "ls")["data"]] == ["chat"]
