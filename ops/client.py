@@ -21,6 +21,8 @@ _SAID_HERE = (
     (re.compile(r"(GET )?/admin/(engines|sessions)\b"), "`concordia status`"),
     (re.compile(r"(GET )?/v1/sessions\b"), "`concordia sessions ls`"),
     (re.compile(r"\banother session_id\b"), "another --name"),
+    (re.compile(r"^session_id: expected\b"), "a session's name is"),
+    (re.compile(r"^(position|message|stream): "), r"--\1: "),
 )
 _ADVICE = {"session_not_found": "; `concordia sessions ls` lists them"}
 
@@ -100,7 +102,7 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def for_commands(message: str) -> str:
-    """A message of the gateway that names commands where it named endpoints."""
+    """A message of the gateway that names commands and flags where it named endpoints and fields."""
     for pattern, command in _SAID_HERE:
         message = pattern.sub(command, message)
     return message

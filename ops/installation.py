@@ -54,12 +54,14 @@ def gateway_url(config: Config) -> str:
 class Installation:
     """One data directory and what runs on it.
 
+    asked    address at which a gateway was looked for
     gateway  None: none answers, or the one that does serves another data directory (then `foreign…` is about that)
     owner    `keeper`, `host agent` or "" (nobody: a command may take the keeper's place)
     """
 
     config: Config
     paths: Paths
+    asked: str
     gateway: Client | None
     engines: tuple[dict[str, Any], ...]
     owner: str
@@ -77,10 +79,12 @@ class Installation:
     def need_gateway(self, what: str) -> Client:
         """The gateway. Raises NotRunning."""
         if self.gateway is None:
-            other = f"; the one that answers serves {self.foreign}" if self.foreign else ""
-            if not other and not self.paths.data_dir.is_dir():
-                other = "; there is no such data directory either: name the installation by --data-dir or --url"
-            raise NotRunning(f"{what} needs the gateway of {self.paths.data_dir}, and none answers{other}")
+            found = (
+                f"the one at {self.asked} serves {self.foreign}" if self.foreign else f"none answers at {self.asked}"
+            )
+            if not self.foreign and not self.paths.data_dir.is_dir():
+                found += "; there is no such data directory either: name the installation by --data-dir or --url"
+            raise NotRunning(f"{what} needs the gateway of {self.paths.data_dir}, and {found}")
         return self.gateway
 
     def drained(self) -> bool:
@@ -112,8 +116,10 @@ def find(config: Config, url: str | None = None) -> Installation:
             gateway, paths = client, Paths(Path(served), Path(answer["lane_dir"]))
         else:
             elsewhere = Paths(Path(served), Path(answer["lane_dir"]))
-            return Installation(config, paths, None, (), owned(paths), {}, served, client, engines, elsewhere)
-    return Installation(config, paths, gateway, engines, owned(paths), roots)
+            return Installation(
+                config, paths, client.url, None, (), owned(paths), {}, served, client, engines, elsewhere
+            )
+    return Installation(config, paths, client.url, gateway, engines, owned(paths), roots)
 
 
 def drain_what_can_be(here: Installation) -> None:

@@ -6,6 +6,7 @@ import click
 
 from gateway.errors import ApiError
 from gateway.tenancy import OPERATOR
+from ops.client import for_commands
 
 
 def check_spelling(session: str, advice: str = "") -> None:
@@ -13,5 +14,5 @@ def check_spelling(session: str, advice: str = "") -> None:
     try:
         OPERATOR.session(session)
     except ApiError as error:
-        said = f"no session can be called {session!r}: {error.message}"
+        said = f"no session can be called {session!r}: {for_commands(error.message)}"
         raise click.UsageError(f"{said}. {advice}" if advice else said) from error

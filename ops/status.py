@@ -107,7 +107,7 @@ def collect(here: Installation) -> Shown:
     client = here.gateway or here.foreign_gateway
     if client is None:
         shown.problem = NotRunning(
-            f"no gateway of {here.paths.data_dir} answers; start one by `concordia serve`, or name it by --url"
+            f"no gateway of {here.paths.data_dir} answers at {here.asked}; start one by `concordia serve`, or name it by --url"
         )
     else:
         shown.engines = [*here.engines, *here.foreign_engines]

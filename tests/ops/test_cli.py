@@ -252,6 +252,8 @@ def test_what_the_gateway_says_names_commands(url: str, monkeypatch: pytest.Monk
     monkeypatch.setitem(Gateway.statuses, "/v1/sessions/none", 404)
     result = concordia("sessions", "show", "none", "--url", url)
     assert result.stderr == "concordia: there is no session 'none'; `concordia sessions ls` lists them\n"
+    assert for_commands("position: must be at least 1") == "--position: must be at least 1"
+    assert for_commands("session_id: expected 1 to 128 letters").startswith("a session's name is 1 to")
     told = {m for m in gateway_messages() if "/admin/" in m or "/v1/sessions" in m}
     assert any("/admin/engines" in message for message in told)
     for message in map(for_commands, told):
@@ -444,6 +446,8 @@ def test_nothing_there_is_said_and_nothing_is_made(arguments: list[str], code: i
     assert result.stderr.startswith("concordia: ")
     if code == 5:
         assert "--data-dir" in result.stderr
+    if code == 4:
+        assert "answers at http://127.0.0.1:" in result.stderr
     assert not (tmp_path / "none").exists()
 
 
