@@ -17,7 +17,7 @@ def processes() -> Iterator[Processes]:
     """Processes that end with the test."""
     started = Processes()
     yield started
-    started.end()
+    started.close()
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from tests.tiers import forked
+from tests.tiers.forked import Forked, Parent
 from tests.tiers.sample import World
-from tiers import keeper_client
+from tiers import failpoints, keeper_client
 from tiers.errors import KeeperAway, TierError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,7 +27,8 @@ Value = TypeVar("Value")
 class Processes:
     """What a test started."""
 
-    all: list[subprocess.Popen[str]] = field(default_factory=list)
+    all: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
+    parents: dict[str, Parent] = field(default_factory=dict)  # of keepers under a file layer, by its library
 
     def start(
         self, *command: str, env: Mapping[str, str] | None = None, log: IO[bytes] | None = None, **more: str
@@ -39,16 +42,27 @@ class Processes:
 
     def keeper(
         self, world: World, *, env: Mapping[str, str] | None = None, failpoint: str = "", log: IO[bytes] | None = None
-    ) -> subprocess.Popen[str]:
+    ) -> Forked:
         """A keeper on `world`, without a host agent."""
-        paths = world.paths
-        return self.start(
-            "-m", "tiers.keeper", "--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir), "--orphan-s", "0",
-            "--settings-json", json.dumps(asdict(world.settings)), env=env, log=log,
-            CONCORDIA_FAILPOINT=failpoint,
-        )  # fmt: skip
+        environment = dict(os.environ if env is None else env)
+        arguments = [
+            "--data-dir", str(world.paths.data_dir), "--lane-dir", str(world.paths.lane_dir), "--orphan-s", "0",
+            "--settings-json", json.dumps(asdict(world.settings)),
+        ]  # fmt: skip
+        keeper = self._parent(environment).keeper(arguments, {**environment, failpoints.VARIABLE: failpoint}, log)
+        self.all.append(keeper)
+        return keeper
+
+    def _parent(self, environment: Mapping[str, str]) -> Parent:
+        library = environment.get("LD_PRELOAD", "")
+        if not library:
+            return forked.parent()
+        if library not in self.parents:
+            self.parents[library] = Parent(environment)
+        return self.parents[library]
 
     def end(self) -> None:
+        """Kill what runs."""
         for process in self.all:
             if process.poll() is None:
                 process.kill()
@@ -56,6 +70,13 @@ class Processes:
             if process.stdout is not None:
                 process.stdout.close()
         self.all.clear()
+
+    def close(self) -> None:
+        """Kill what runs, and whoever forks keepers."""
+        self.end()
+        for parent in self.parents.values():
+            parent.close()
+        self.parents.clear()
 
 
 def wait_for(what: str, question: Callable[[], Value]) -> Value:

@@ -37,6 +37,7 @@ from tiers.view import StoreReader
 
 SAY_S = 60.0
 LOG_BYTES = 4 << 20
+BURST_STEPS = 10
 SESSIONS = 24
 TURN_TOKENS = 60
 KILLS = [name for name in failpoints.NAMES if name.startswith(("drain.", "compact.base", "compact.free"))]
@@ -290,8 +291,11 @@ def say(soak: Soak, began: float, seconds: float) -> None:
     print(f"soak: {time.monotonic() - began:.0f} of {seconds:.0f} s, {text}", flush=True)
 
 
-def run(seconds: float, seed: int) -> Counter[str]:
-    """Work for so long; returns what was done. Raises AssertionError."""
+def run(seconds: float, seed: int, rest_s: float = 0.0) -> Counter[str]:
+    """Work for so long; returns what was done. Raises AssertionError.
+
+    rest_s  after each BURST_STEPS, for whoever needs the processor too
+    """
     directory = Path(tempfile.mkdtemp(prefix="concordia-soak-"))
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     lanes = Path(tempfile.mkdtemp(prefix="concordia-soak-", dir=shared))
@@ -303,14 +307,16 @@ def run(seconds: float, seed: int) -> Counter[str]:
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 say(soak, began, seconds)
-            soak.step()
+            for _ in range(BURST_STEPS):
+                soak.step()
+            time.sleep(rest_s)
         soak.end()
         say(soak, began, seconds)
     except BaseException:
         print(f"soak: ended after {time.monotonic() - began:.0f} s, seed {seed}; what it left is in {directory}")
         raise
     finally:
-        soak.processes.end()
+        soak.processes.close()
         shutil.rmtree(lanes, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)  # what failed stays, to be looked at
     return soak.counts
@@ -321,11 +327,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--nice", type=int, default=0, help="lower its priority by so much")
+    parser.add_argument("--rest-s", type=float, default=0.0, help=f"pause after each {BURST_STEPS} steps")
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     options = parser.parse_args()
     os.nice(options.nice)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
-    done = run(options.seconds, options.seed)
+    done = run(options.seconds, options.seed, options.rest_s)
     if options.json:
         print(json.dumps(done))
         return

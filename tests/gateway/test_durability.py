@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ from gateway import metrics
 from gateway.durability import failing_state
 from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
+from tests.tiers import forked
+from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
 from tiers import keeper_client, store_file
 from tiers.keeper import Keeper
@@ -34,25 +35,18 @@ CHAT = "/v1/chat/completions"
 
 
 class KeeperProcess:
-    """`python -m tiers.keeper` on a gateway's directories."""
+    """A keeper on a gateway's directories."""
 
     def __init__(self, world: World, **settings: Any) -> None:
         self._world = world
         self._settings = {"drain_interval_ms": 20, "sync_interval_ms": 20, "block_tokens": BLOCK, **settings}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
 
     def start(self) -> None:
         paths = self._world.config.paths.make()
-        command = [
-            sys.executable,
-            "-m",
-            "tiers.keeper",
-            "--data-dir",
-            str(paths.data_dir),
-            "--lane-dir",
-            str(paths.lane_dir),
-        ]
-        self._process = subprocess.Popen([*command, "--orphan-s", "0", "--settings-json", json.dumps(self._settings)])
+        where = ["--data-dir", str(paths.data_dir), "--lane-dir", str(paths.lane_dir)]
+        settings = json.dumps(self._settings)
+        self._process = forked.parent().keeper([*where, "--orphan-s", "0", "--settings-json", settings], os.environ)
 
     def kill(self) -> None:
         if self._process is not None:

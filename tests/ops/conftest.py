@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,8 @@ from click.testing import CliRunner, Result
 
 from gateway.sessions import SessionFile, SessionRecord
 from ops import cli
+from tests.tiers import forked
+from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, World, some_tokens
 from tiers import keeper_client
 from tiers.errors import KeeperAway
@@ -105,14 +105,13 @@ def place(places: Callable[[str], Place]) -> Place:
 
 @pytest.fixture
 def keeper(place: Place) -> Iterator[Callable[[], None]]:
-    """Starts `python -m tiers.keeper` on the place, and waits until it answers."""
-    started: list[subprocess.Popen[bytes]] = []
+    """Starts a keeper on the place, and waits until it answers."""
+    started: list[Forked] = []
 
     def start() -> None:
         where = ["--data-dir", str(place.paths.data_dir), "--lane-dir", str(place.paths.lane_dir)]
         fields = json.dumps({"block_tokens": BLOCK, "store_map_bytes": place.world.settings.store_map_bytes})
-        command = [sys.executable, "-m", "tiers.keeper", *where, "--orphan-s", "0", "--settings-json", fields]
-        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        started.append(forked.parent().keeper([*where, "--orphan-s", "0", "--settings-json", fields], os.environ))
         deadline = time.monotonic() + 60
         while True:
             try:

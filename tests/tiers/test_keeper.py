@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers import forked
+from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
 from tiers import drain as drain_file
 from tiers import keeper as keeper_file
@@ -282,20 +284,11 @@ def test_store_that_a_power_loss_found_unsynced_is_set_aside(world: World) -> No
 
 
 @contextmanager
-def keeper_process(
-    world: World, *, wait: bool = True, orphan_s: float = 0, **settings: object
-) -> Iterator[subprocess.Popen[bytes]]:
+def keeper_process(world: World, *, wait: bool = True, orphan_s: float = 0, **settings: object) -> Iterator[Forked]:
     fields = {**dataclasses.asdict(world.settings), "drain_interval_ms": 5, **settings}
-    command = [sys.executable, "-m", "tiers.keeper", "--data-dir", str(world.paths.data_dir)]
-    command += [
-        "--lane-dir",
-        str(world.paths.lane_dir),
-        "--settings-json",
-        json.dumps(fields),
-        "--orphan-s",
-        str(orphan_s),
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    arguments = ["--data-dir", str(world.paths.data_dir), "--lane-dir", str(world.paths.lane_dir)]
+    arguments += ["--settings-json", json.dumps(fields), "--orphan-s", str(orphan_s)]
+    process = forked.parent().keeper(arguments, os.environ)
     try:
         if wait:
             ask(lambda: keeper_client.stats(world.paths.keeper_socket))
