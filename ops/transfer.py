@@ -26,6 +26,7 @@ from ops.show import Bar, size
 from tiers import keeper_client
 from tiers.errors import BadBlock, BadFile, FileBusy, OtherFormat, TierError
 from tiers.export import (
+    Found,
     Manifest,
     Opened,
     Slice,
@@ -65,19 +66,8 @@ def run_export(
     record, tokens = _session(here, session)
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
     try:
-        served = {bytes.fromhex(root) for root in here.roots}
-        found = find_stored(store, record.namespace, tokens, served)
-        if found is None:
-            raise StateRefused(
-                f"nothing is stored of session {session!r}: it has been forgotten, or was never captured"
-            )
-        manifest = Manifest(
-            session, record.namespace, found.root, found.info.layout, found.info.state_bytes, found.info.block_tokens,
-            len(tokens), found.position, found.block_count, len(found.points), int(time.time()),
-            _about(here, record, found.root),
-        )  # fmt: skip
         with Bar(f"exporting {session}", quiet=as_json) as bar:
-            written, resumed = export_session(store, target, found, manifest, tokens, bar, keys)
+            found, written, resumed = _write(here, store, record, tokens, target, bar, keys)
     except (Locked, FileBusy) as error:
         raise StateRefused(str(error)) from error
     except OSError as error:
@@ -103,6 +93,34 @@ def run_export(
         click.echo(f"{resumed} records were there from an export that was interrupted")
     if rest > 1:  # the last token of an answer is never fed to the model
         click.echo(f"the state of the last {rest} tokens isn't stored; they are computed again where it is imported")
+
+
+def _write(
+    here: Installation, store: StoreReader, record: SessionRecord, tokens: np.ndarray, target: Path, bar: Bar,
+    keys: ExportKeys,
+) -> tuple[Found, int, int]:  # fmt: skip
+    """Export what is stored now; (what that is, bytes of the file, records that were there already). What is freed meanwhile is left out.
+
+    Raises StateRefused (nothing is stored), BadBlock, FileBusy, OSError
+    """
+    served = {bytes.fromhex(root) for root in here.roots}
+    found = find_stored(store, record.namespace, tokens, served)
+    while True:
+        if found is None:
+            raise StateRefused(
+                f"nothing is stored of session {record.session!r}: it has been forgotten, or was never captured"
+            )
+        manifest = Manifest(
+            record.session, record.namespace, found.root, found.info.layout, found.info.state_bytes,
+            found.info.block_tokens, len(tokens), found.position, found.block_count, len(found.points), int(time.time()),
+            _about(here, record, found.root),
+        )  # fmt: skip
+        try:
+            return found, *export_session(store, target, found, manifest, tokens, bar, keys)
+        except BadBlock:
+            was, found = found, find_stored(store, record.namespace, tokens, served)
+            if found == was:
+                raise  # it is damaged, not gone: a turn of it was stored meanwhile, or it was compacted
 
 
 def _session(here: Installation, session: str) -> tuple[SessionRecord, np.ndarray]:

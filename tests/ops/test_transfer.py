@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ops import transfer
 from ops.client import ApiError, Client
 from ops.config import load
 from ops.errors import StateRefused
@@ -21,7 +23,7 @@ from ops.installation import find
 from ops.serve import refuse_early
 from ops.transfer import run_import
 from tests.ops.conftest import TOKENS, Place
-from tests.tiers.sample import BLOCK, flip, some_tokens
+from tests.tiers.sample import BLOCK, flip, sequence, some_tokens
 from tiers import backup as backups
 from tiers import export as exported
 from tiers import keeper_client, store_file
@@ -301,6 +303,31 @@ def test_a_damaged_block_is_not_exported(place: Place, tmp_path: Path) -> None:
     assert not (tmp_path / "f").exists()
     place.json("repair", "--yes")
     assert export(place, tmp_path / "f")["position"] == 24
+
+
+@pytest.mark.process
+def test_a_session_that_goes_on_while_it_is_exported_is_exported_as_it_is_then(
+    place: Place, keeper: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next turn completes the block that the exported tail begins, so that tail piece goes."""
+    place.session("chat", TOKENS)
+    keeper()
+    said: list[int] = []
+
+    def goes_on(*given: object) -> tuple[int, int]:
+        if not said:
+            lane, tokens = place.world.lane(), np.concatenate([TOKENS, some_tokens(2 * BLOCK, seed=8)])
+            lane.append_close(sequence("stream-chat"), 1, len(TOKENS))
+            place.world.capture(lane, "turn", tokens, [56], start=40)
+            lane.close()
+            keeper_client.drain(place.paths.keeper_socket, sync=True)
+        said.append(1)
+        return exported.export_session(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "export_session", goes_on)
+    row = export(place, tmp_path / "f")
+    assert len(said) == 2 and (row["position"], row["tokens"]) == (40, 43)
+    assert exported.check_exported(tmp_path / "f").manifest.position == 40
 
 
 def test_a_place_that_no_file_can_have_is_said_before_anything_is_written(place: Place, tmp_path: Path) -> None:
