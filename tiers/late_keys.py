@@ -37,14 +37,21 @@ class OpenValue(NamedTuple):
 def mark(txn: Any, databases: dict[bytes, Any], keys: Keyring) -> None:
     """When a store is opened: note the tenants that have a key now and had none before. Writes nothing if there are none."""
     meta, tenants = databases[b"meta"], databases[b"tenants"]
-    known = [(bytes(chain), decode_tenant(raw)) for chain, raw in txn.cursor(tenants)]
+    known = [(bytes(chain), _readable(raw)) for chain, raw in txn.cursor(tenants)]
     checked = txn.get(CHECKED, db=meta) is not None
     for chain, tenant in known:
-        if keys.has(tenant.namespace) and not (tenant.sealed and checked):
+        if tenant is not None and keys.has(tenant.namespace) and not (tenant.sealed and checked):
             txn.put(UNSEALED + chain, b"", db=meta)
             txn.put(chain, encode(Tenant(tenant.root, tenant.namespace, True)), db=tenants)
     if keys and not checked:
         txn.put(CHECKED, b"1", db=meta)
+
+
+def _readable(raw: Any) -> Tenant | None:
+    try:
+        return decode_tenant(raw)
+    except BadBlock:
+        return None  # `verify` names it, `repair` drops it, the tenant's next sequence writes it anew
 
 
 def marked(view: View) -> Tenants:

@@ -41,7 +41,7 @@ from tiers.store_file import (
 )
 from tiers.usage import Usage, measure_usage
 from tiers.values import DATABASES, NODE, Tenant, decode_progress, decode_root, encode, frame_offset
-from tiers.view import STORE_VERSION, View
+from tiers.view import STORE_VERSION, View, check_version
 
 log = structlog.get_logger()
 
@@ -190,14 +190,14 @@ class Store:
 
     def _check_version(self) -> None:
         with self._env.begin(write=True) as txn:
-            found = txn.get(b"version", db=self._db[b"meta"])
-            if found is None:
+            found = check_version(txn.get(b"version", db=self._db[b"meta"]), self.path)
+            if not found:  # it is new, or that record was damaged
                 txn.put(b"version", str(STORE_VERSION).encode(), db=self._db[b"meta"])
-            elif int(found) == 1:
+            elif found == 1:
                 _upgrade(txn, self._db)
                 log.info("store.upgraded", path=str(self.path), was=1, now=STORE_VERSION)
-            elif int(found) != STORE_VERSION:
-                raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(self.path))
+            elif found != STORE_VERSION:
+                raise OtherFormat(f"the store has version {found}, this is {STORE_VERSION}", where=str(self.path))
 
     @contextmanager
     def group(self, *, freeing: bool = False) -> Iterator[Group]:

@@ -336,10 +336,12 @@ class View:
         return self._txn.stat(self._db[database.encode()])["entries"]
 
 
-def check_version(found: bytes | None, path: Path) -> None:
-    """Raises OtherFormat: the store is of a version that this one doesn't know."""
-    if found is not None and int(found) > STORE_VERSION:
-        raise OtherFormat(f"the store has version {int(found)}, this is {STORE_VERSION}", where=str(path))
+def check_version(found: bytes | None, path: Path) -> int:
+    """The store's version, 0 if it isn't said or can't be read. Raises OtherFormat: it is one that this version doesn't know."""
+    version = int(found) if found is not None and found.isdigit() else 0
+    if version > STORE_VERSION:
+        raise OtherFormat(f"the store has version {version}, this is {STORE_VERSION}", where=str(path))
+    return version
 
 
 class EmptyView(View):

@@ -20,6 +20,7 @@ from tiers.drain import Drain
 from tiers.errors import BadBlock, BadRecord, Lost, OtherFormat, StoreFailed, TierError
 from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
+from tiers.keys import Keyring
 from tiers.lane_format import PointKind, RecordType, data_offset
 from tiers.lane_reader import LaneReader
 from tiers.layout import block_chain
@@ -369,3 +370,19 @@ def test_cut_store_ends_in_a_reason(share: float, good_store: bytes, tmp_path: P
             os._exit(status)
     _, status = os.waitpid(child, 0)
     assert status == 0, f"ended with status {status}"
+
+
+@pytest.mark.parametrize("database", ["tenants", "meta"])
+def test_a_record_that_is_read_when_the_store_is_opened_does_not_keep_it_closed(
+    database: str, rich_store: bytes, tmp_path: Path
+) -> None:
+    world = World(Paths.at(tmp_path / "data", tmp_path / "lanes").make())
+    (world.paths.store / "data.mdb").write_bytes(rich_store)
+    given = {"map_bytes": world.settings.store_map_bytes, "keys": Keyring({"other": bytes(32)})}
+    store = Store(world.paths.store, **given)
+    with store.group() as group:
+        for key, raw in list(group.scan_raw(database)):
+            group._txn.put(key, bytes([raw[0] ^ 0x40]) + bytes(raw[1:]), db=group._db[database.encode()])
+    store.close()
+    Store(world.paths.store, **given).close()
+    assert served(PrefixFinder(StoreReader(world.paths.store, map_bytes=1 << 26), world.paths.lane_dir), OTHER)
