@@ -57,6 +57,14 @@ def test_files_sections_and_tests_that_a_page_names_are_there(page: Path) -> Non
         assert f"def {name}(" in tests, name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """A row that a blank line parts from its table is shown as text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert re.match(r"\|.*\|\n\|[-:| ]+\|\n", table), table
+
+
 def sections(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
