@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +22,8 @@ from gateway import metrics
 from gateway.errors import bad_request
 
 log = structlog.get_logger()
+
+DRAFT = ".copy-"
 
 
 class AdapterTable:
@@ -33,6 +37,8 @@ class AdapterTable:
         self._held: dict[str, list[BinaryIO]] = {}
         if self._index.exists():
             self.names = msgspec.json.decode(self._index.read_bytes(), type=dict[str, str])
+        for left in directory.glob(f"{DRAFT}*"):  # of a gateway that was killed
+            shutil.rmtree(left, ignore_errors=True)
         for path in directory.glob("[!.]*") if directory.exists() else ():
             self._hold(path.name)
 
@@ -49,11 +55,14 @@ class AdapterTable:
             raise bad_request(f"lora_path: expected a directory with {files}: {error}", "lora_path") from error
         target = self.directory(digest)
         if not target.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            copy = Path(tempfile.mkdtemp(dir=self._directory, prefix=".copy-"))
-            for name in ADAPTER_FILES:
-                shutil.copyfile(source / name, copy / name)
-            os.rename(copy, target)
+            with self._draft() as draft:
+                for name in ADAPTER_FILES:
+                    shutil.copyfile(source / name, draft / name)
+                try:
+                    os.rename(draft, target)
+                except OSError:
+                    if not self._is_whole(digest):
+                        raise  # else a request that came at the same time was first
         self._hold(digest)
         return digest
 
@@ -104,14 +113,23 @@ class AdapterTable:
         return all((self.directory(digest) / name).exists() for name in ADAPTER_FILES)
 
     def _write_anew(self, digest: str) -> None:
+        with self._draft() as draft:
+            for name, file in zip(ADAPTER_FILES, self._held[digest], strict=True):
+                file.seek(0)
+                with open(draft / name, "wb") as target:
+                    shutil.copyfileobj(file, target, 1 << 20)
+            shutil.rmtree(self.directory(digest), ignore_errors=True)
+            os.rename(draft, self.directory(digest))
+
+    @contextmanager
+    def _draft(self) -> Iterator[Path]:
+        """A directory to be filled and renamed; where that fails nothing of it is left, which matters most where there is no room."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        copy = Path(tempfile.mkdtemp(dir=self._directory, prefix=".copy-"))
-        for name, file in zip(ADAPTER_FILES, self._held[digest], strict=True):
-            file.seek(0)
-            with open(copy / name, "wb") as target:
-                shutil.copyfileobj(file, target, 1 << 20)
-        shutil.rmtree(self.directory(digest), ignore_errors=True)
-        os.rename(copy, self.directory(digest))
+        draft = Path(tempfile.mkdtemp(dir=self._directory, prefix=DRAFT))
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _write(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -125,3 +126,38 @@ def test_files_that_were_deleted_are_written_anew(tmp_path: Path) -> None:
     table.sweep(set())
     table.look_for_files()
     assert [path.name for path in directory.iterdir()] == ["index.json"]
+
+
+def test_copies_that_a_full_disk_or_a_kill_cut_short_are_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapters" / ".copy-of-a-killed-one").mkdir(parents=True)
+    table = AdapterTable(tmp_path / "adapters")
+    digest = table.keep(make_files(tmp_path / "one", b"one"))
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [digest]
+
+    def no_room(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", no_room)
+    monkeypatch.setattr(shutil, "copyfileobj", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        table.keep(make_files(tmp_path / "two", b"two"))
+    shutil.rmtree(table.directory(digest))
+    table.look_for_files()  # tried every second
+    assert [path for path in (tmp_path / "adapters").iterdir() if path.is_dir()] == []
+
+
+def test_two_who_bring_the_same_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, table = make_files(tmp_path / "one", b"one"), AdapterTable(tmp_path / "adapters")
+    copy = shutil.copyfile
+
+    def while_another_one_does(*given: Path) -> None:
+        monkeypatch.setattr(shutil, "copyfile", copy)
+        AdapterTable(tmp_path / "elsewhere").keep(source)
+        shutil.copytree(tmp_path / "elsewhere", tmp_path / "adapters", dirs_exist_ok=True)
+        copy(*given)
+
+    monkeypatch.setattr(shutil, "copyfile", while_another_one_does)
+    digest = table.keep(source)
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == [digest]
