@@ -22,7 +22,7 @@ from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
 from tiers import drain as drain_file
 from tiers import keeper as keeper_file
-from tiers import keeper_client, store_file
+from tiers import keeper_client, keeper_jobs, store_file
 from tiers.drain import Drain
 from tiers.errors import BadBlock, KeeperAway, LaneFull, NoRoom, OverBudget, StoreFailed, TierError
 from tiers.group import Group
@@ -674,6 +674,7 @@ def test_held_snapshot_is_named_and_a_killed_one_dropped(world: World, monkeypat
 @pytest.mark.process
 def test_file_that_grows_by_a_held_snapshot_is_left_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped reader costs the room of one old file at most, however long it stands."""
+    monkeypatch.setattr(keeper_jobs, "GRACE_S", 0.0)  # nobody else reads
     monkeypatch.setattr(drain_file, "SNAPSHOT_LIMIT_S", 0.0)
     monkeypatch.setattr(drain_file, "GROWN_BYTES", 1 << 16)
     settings = dataclasses.replace(world.settings, compact_interval_s=1e-6)
