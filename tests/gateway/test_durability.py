@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway import metrics
+from gateway import durability, metrics
 from gateway.durability import failing_state
 from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
@@ -39,7 +39,13 @@ class KeeperProcess:
 
     def __init__(self, world: World, **settings: Any) -> None:
         self._world = world
-        self._settings = {"drain_interval_ms": 20, "sync_interval_ms": 20, "block_tokens": BLOCK, **settings}
+        self._settings = {
+            "drain_interval_ms": 20,
+            "sync_interval_ms": 20,
+            "tail_interval_ms": 100,
+            "block_tokens": BLOCK,
+            **settings,
+        }
         self._process: Forked | None = None
 
     def start(self) -> None:
@@ -58,7 +64,13 @@ class KeeperProcess:
 @contextlib.asynccontextmanager
 async def keeper_thread(world: World, **settings: Any) -> AsyncIterator[None]:
     """A keeper in a thread of this process, whose modules a test may change."""
-    options = {"drain_interval_ms": 20, "sync_interval_ms": 20, "block_tokens": BLOCK, **settings}
+    options = {
+        "drain_interval_ms": 20,
+        "sync_interval_ms": 20,
+        "tail_interval_ms": 100,
+        "block_tokens": BLOCK,
+        **settings,
+    }
     keeper = Keeper(world.config.paths.make(), TierSettings(**options), orphan_s=0)
     thread = threading.Thread(target=keeper.run)
     thread.start()
@@ -67,6 +79,13 @@ async def keeper_thread(world: World, **settings: Any) -> AsyncIterator[None]:
     finally:
         keeper.stop()
         await asyncio.to_thread(thread.join)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gateway asks once a second, and of pins each fifth, is what these tests wait for."""
+    monkeypatch.setattr(durability, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(durability, "PINS_INTERVAL_S", 0.5)
 
 
 @pytest.fixture
