@@ -6,6 +6,7 @@ The data directory decides. A command that is told only an address takes the dat
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from gateway.sessions import SessionFile
 from gateway.table_file import MAP_BYTES
 from ops.client import Client, base_url
 from ops.config import Config
-from ops.errors import BadData, NotRunning, StateRefused
+from ops.errors import BadData, NotRunning, OpsError, StateRefused
 from ops.processes import FileLock
 from tiers import keeper_client
 from tiers.errors import KeeperAway, OverBudget, StoreFailed
@@ -161,7 +162,7 @@ def need_whole_sessions(paths: Paths) -> None:
 
 @contextlib.contextmanager
 def session_file(here: Installation, *, writable: bool = False) -> Iterator[SessionFile]:
-    """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning, BadData (the file is damaged)."""
+    """The sessions on disk; writable only while no `serve` runs. Raises AlreadyRunning, BadData (the file is damaged), OpsError."""
     need_whole_sessions(here.paths)
     lock = FileLock(here.paths.serve_lock).take("this data directory is being served") if writable else None
     try:
@@ -171,6 +172,10 @@ def session_file(here: Installation, *, writable: bool = False) -> Iterator[Sess
         finally:
             file.close()
     except (lmdb.Error, msgspec.MsgspecError) as error:
+        if getattr(error, "code", 0) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # of a write: what is read is mapped
+            raise OpsError(
+                f"{here.paths.sessions} can't be written: {error}. Free some room on that disk, and run it again"
+            ) from error
         raise BadData(f"{here.paths.sessions} can't be used: {error}. {SESSIONS_HINT}") from error
     finally:
         if lock is not None:

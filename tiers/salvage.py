@@ -26,6 +26,7 @@ from tiers.group import Group
 from tiers.layout import BlockId
 from tiers.roots import mended_copies
 from tiers.store import Store
+from tiers.store_file import allocate_lock
 from tiers.values import DATABASES
 
 log = structlog.get_logger()
@@ -64,16 +65,15 @@ def salvage(
     shutil.rmtree(mended, ignore_errors=True)
     source = _readable(store_dir, mended, map_bytes, done)
     target.mkdir(mode=0o700)
-    new = lmdb.open(str(target), map_size=map_bytes, max_dbs=len(DATABASES) + 1, mode=0o600)
+    allocate_lock(target)
     try:
-        for number, name in enumerate(DATABASES):
-            _copy(source, new, name, map_bytes, done)
-            progress(number + 1, len(DATABASES))
-        new.sync(True)
+        with lmdb.open(str(target), map_size=map_bytes, max_dbs=len(DATABASES) + 1, mode=0o600) as new:
+            for number, name in enumerate(DATABASES):
+                _copy(source, new, name, map_bytes, done)
+                progress(number + 1, len(DATABASES))
+            new.sync(True)
     except lmdb.Error as error:
         raise StoreFailed("what is left can't be copied", where=str(target), cause=str(error)) from error
-    finally:
-        new.close()
     aside.mkdir(mode=0o700, exist_ok=True)
     kept = next(path for n in range(1 << 20) if not (path := aside / f"data.mdb-{n}.broken").exists())
     (store_dir / "lock.mdb").unlink(missing_ok=True)  # it tells of the old file's roots

@@ -75,8 +75,8 @@ class Store:
             if not safe:
                 self._unsafe.write_text(boot_id())
                 sync_file(self._unsafe)  # before the first write that isn't synced
-            for name in ("shrink", "rescue"):
-                shutil.rmtree(self.path / name, ignore_errors=True)  # of a keeper that was killed in the middle of it
+            for name in ("new", "shrink", "rescue", "salvage", "salvage-root"):
+                shutil.rmtree(self.path / name, ignore_errors=True)  # of who was killed in the middle of it
             create(self.path)
         except OSError as error:
             raise StoreFailed("the store can't be made", where=str(self.path), cause=str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import random
@@ -10,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import lmdb
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from gateway.sessions import SessionFile
 from ops import transfer
 from ops.client import ApiError, Client
 from ops.config import load
@@ -355,6 +358,23 @@ def test_on_a_full_disk_what_is_stored_can_be_taken_elsewhere_and_removed(
     monkeypatch.undo()
     assert place.json("recover")["records"] > 0
     assert place.world.restorable(other) == len(other) and place.json("verify")["ok"]
+
+
+def test_no_room_for_a_session_is_not_called_damage(
+    place: Place, target: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.session("chat", TOKENS)
+    export(place, tmp_path / "f")
+
+    def full(*given: object) -> None:
+        error = lmdb.Error("mdb_txn_commit: No space left on device")
+        error.code = errno.ENOSPC
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SessionFile, "put", full)
+        assert "can't be written" in target.refused(1, "import", str(tmp_path / "f"))
+    target.json("import", str(tmp_path / "f"))
 
 
 # ---------------------------------------------------------------- sessions without a gateway
