@@ -71,7 +71,7 @@ def make_device_lane(path: Path, lane_bytes: int, record_count: int, version: in
     lane_id = secrets.randbits(63)
     start = data_offset(record_count)
     with media.allocation(path.parent):
-        place = found.free_place(start + lane_bytes, lane_size)
+        place = found.free_place(start + lane_bytes, lane_size, media.linked(path.parent, found))
         if place is None:
             raise OSError(errno.ENOSPC, f"no free range of {start + lane_bytes} bytes on the device", device)
         with place.map_head(start, writable=True) as head:

@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,13 +156,16 @@ class Device:
                 at += self.align
         return found
 
-    def free_place(self, size: int, size_of: Callable[[bytes], int]) -> Place | None:
-        """The first range of at least `size` bytes in which no lane lies; None if there is none."""
+    def free_place(self, size: int, size_of: Callable[[bytes], int], linked: Iterable[Place] = ()) -> Place | None:
+        """The first range of at least `size` bytes in which no lane lies; None if there is none.
+
+        linked  ranges that lanes have though their header page may be damaged
+        """
         wanted, at = self.place(0, size).size, 0
-        for place, _ in self.lanes(size_of):
+        for place in sorted([*(place for place, _ in self.lanes(size_of)), *linked], key=lambda place: place.offset):
             if place.offset - at >= wanted:
                 break
-            at = place.offset + place.size
+            at = max(at, place.offset + place.size)
         return self.place(at, size) if at + wanted <= self.size else None
 
 
@@ -181,16 +184,27 @@ def owner_of(lane_dir: Path) -> bytes:
 
 
 def remove(lane: Path) -> None:
-    """Delete a lane. A range of a device is freed by taking its header away first, so that nobody finds a lane there."""
+    """Delete a lane. A range of a device is freed by taking its header away, so that nobody finds a lane there."""
     try:
         place = place_of(lane)
     except (FileNotFoundError, OtherFormat):
         lane.unlink(missing_ok=True)
         return
-    if place.is_device:
+    if not place.is_device:
+        lane.unlink(missing_ok=True)
+        return
+    with allocation(lane.parent):
+        lane.unlink(
+            missing_ok=True
+        )  # first: a link whose range is another's soon would be worse than a range without one, which is adopted
         with place.map_head(PAGE, writable=True) as head:
             head[:PAGE] = bytes(PAGE)
-    lane.unlink(missing_ok=True)
+
+
+def linked(lane_dir: Path, device: Device) -> list[Place]:
+    """Ranges of a device that links in a lane directory name."""
+    found = (_place_or_none(lane) for lane in lane_dir.glob("*.lane"))
+    return [place for place in found if place is not None and place.path == device.path]
 
 
 def adopt(lane_dir: Path, device: Device, size_of: Callable[[bytes], int]) -> list[Path]:
@@ -200,10 +214,10 @@ def adopt(lane_dir: Path, device: Device, size_of: Callable[[bytes], int]) -> li
     """
     made = []
     with allocation(lane_dir):
-        linked = {p.offset for p in map(_place_or_none, lane_dir.glob("*.lane")) if p and p.path == device.path}
+        known = {place.offset for place in linked(lane_dir, device)}
         for place, head in device.lanes(size_of):
             mine = head[OWNER_OFFSET : OWNER_OFFSET + OWNER_BYTES] == owner_of(lane_dir)
-            if mine and place.offset not in linked:
+            if mine and place.offset not in known:
                 made.append(lane_dir / f"{device.path.name}~{place.offset:x}.lane")
                 write_link(made[-1], place)
     return made

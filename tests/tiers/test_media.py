@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, rows, sequence, some_tokens
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, rows, sequence, some_tokens
 from tiers import lane_format, media
 from tiers.errors import OtherFormat
 from tiers.lane import LaneWriter
@@ -176,6 +176,33 @@ def test_lanes_on_a_device_do_not_overlap_and_a_full_one_says_so(world: World, d
     media.remove(world.paths.lane("e1"))
     again = open_lane(world, str(device.path), "e5")
     assert media.place_of(again.path).offset == ALIGN and again.head == again.tail == 0
+
+
+def test_a_lane_whose_header_page_is_damaged_keeps_its_range(world: World, device: Device) -> None:
+    lanes = [open_lane(world, str(device.path), f"e{index}") for index in range(2)]
+    flip(device.path, media.place_of(lanes[0].path).offset)
+    third = open_lane(world, str(device.path), "e2")
+    assert [media.place_of(lane.path).offset for lane in (*lanes, third)] == [0, ALIGN, 2 * ALIGN]
+    world.capture(lanes[0], "a", TOKENS, [43])
+    lanes[0].close()
+    assert open_lane(world, str(device.path), "e0").head == 2, "made good from its entries"
+    assert world.restorable(TOKENS) == 43
+
+
+def test_a_lane_on_a_device_whose_removal_is_killed_is_found_again(
+    world: World, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = open_lane(world, str(device.path))
+    lane.close()
+
+    def killed(*given: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Place, "map_head", killed)
+        with pytest.raises(KeyboardInterrupt):
+            media.remove(lane.path)
+    assert len(media.adopt(world.paths.lane_dir, device, lane_size)) == 1, "no link to a range that may be given away"
 
 
 def test_what_lay_on_the_device_before_is_never_read(world: World, device: Device) -> None:
