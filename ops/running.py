@@ -6,6 +6,7 @@ API keys are only said to be set.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -33,7 +34,8 @@ def note(config: Config) -> None:
 
 def forget(paths: Paths) -> None:
     """Nothing runs from now on."""
-    paths.serve_settings.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # whatever became of the data directory, the rest of the end goes on
+        paths.serve_settings.unlink()
 
 
 def differing(config: Config) -> dict[str, Any] | None:
