@@ -56,7 +56,7 @@ format: $(STAMP)  ## format the code and fix what the linter can fix
 demo: $(STAMP)  ## an answer streams, its engine is killed, the stream goes on; then everything is killed
 	@exec $(VENV)/bin/concordia demo $(ARGS)
 
-soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store, an hour beside a noisy neighbour (FALSE_ALARM_MINUTES), a kill at every token
+soak: $(STAMP)  ## the long runs: an hour of random work and kills on the store, an hour beside a noisy neighbour (FALSE_ALARM_MINUTES), a kill at every token, the demo
 	@$(VENV)/bin/concordia pull --if-missing smollm2
 	@exec $(PY) -m pytest -m soak -s --timeout 7200 $(ARGS)
 

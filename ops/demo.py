@@ -371,16 +371,24 @@ def _first_token(paths: Paths, token_count: int, timeout_s: float = 120.0) -> No
     """Submit a context of made-up tokens and wait for the token after it."""
     import socket
 
-    tokens = [17 + index % 1000 for index in range(token_count)]
-    submit = messages.Submit(
-        "cold", 1, messages.pack_tokens(tokens), token_count, messages.Sampling(temperature=0.0), [], token_count + 1
-    )
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(timeout_s)
         link.connect(str(paths.engine_socket("e0")))
-        link.sendall(wire.encode(messages.Attach("demo")) + wire.encode(submit))
+        link.sendall(wire.encode(messages.Attach("demo")))
         buffer = wire.FrameBuffer(wire.FROM_ENGINE)
         while data := link.recv(1 << 16):
-            if any(isinstance(message, messages.Step) for message in buffer.feed(data)):
-                return
+            for message in buffer.feed(data):
+                match message:
+                    case messages.Hello():
+                        link.sendall(wire.encode(_made_up(token_count, message.vocab_count)))
+                    case messages.Step():
+                        return
+                    case messages.Refused():
+                        raise OpsError(f"the cold engine refused {token_count} tokens: {message.message}")
     raise OpsError("the cold engine closed its socket")
+
+
+def _made_up(token_count: int, vocab_count: int) -> messages.Submit:
+    tokens = [17 + index % min(1000, vocab_count - 17) for index in range(token_count)]
+    greedy = messages.Sampling(temperature=0.0)
+    return messages.Submit("cold", 1, messages.pack_tokens(tokens), token_count, greedy, [], token_count + 1)
