@@ -76,7 +76,7 @@ class KeeperAway(Retry):
 class StoreBusy(Retry):
     """Somebody else is the store's writer."""
 
-    hint = "Stop `concordia serve` on that data directory, or do without what needs it to be idle"
+    hint = "Stop `concordia serve` on that data directory or wait for the other command, or do without what needs it to be idle"
 
 
 class FileBusy(Retry):

@@ -133,6 +133,10 @@ class Jobs:
         self._work_on_copy()
         if self._job is not None and not self._is_free:
             self._job.advance()
+            if self._job.finished and not self._job.background:
+                self._compacted_at = (
+                    time.monotonic()
+                )  # whoever asked for it sees that it is done before the next one begins
             return
         interval = self._drain.settings.compact_interval_s
         if not interval or time.monotonic() - self._compacted_at < interval:

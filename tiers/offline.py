@@ -40,7 +40,8 @@ def writer_lock(paths: Paths) -> Iterator[None]:
     """Be the store's only writer for as long as the with-block lasts. Raises StoreBusy."""
     owner = owned(paths)
     if owner:
-        raise StoreBusy(f"a {owner} is running", where=str(paths.data_dir))
+        who = "keeper, or a command in its place," if owner == "keeper" else owner
+        raise StoreBusy(f"a {who} is at work", where=str(paths.data_dir))
     keeper_lock(paths).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(keeper_lock(paths), "a+") as lock:
         try:

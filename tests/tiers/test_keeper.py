@@ -621,6 +621,24 @@ def test_one_compaction_at_a_time(world: World) -> None:
         assert state is not None and state.id == first.id and not state.finished
 
 
+def test_what_was_asked_for_is_seen_to_be_done_before_the_next_compaction_begins(world: World) -> None:
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [43])
+    lane.append_close(sequence("a"), 1, 43)
+    settings = dataclasses.replace(world.settings, compact_interval_s=60, compact_after_s=0)
+    drain = Drain(world.paths, settings)
+    drain.flush(sync=True)
+    jobs = Jobs(drain)
+    jobs._compacted_at = -1e9  # it took longer than the interval
+    asked = jobs.start(1e9, 0)
+    while not asked.finished:
+        jobs.work()
+    assert jobs.wants_compaction()
+    jobs.work()
+    assert jobs.state() == asked.state()
+    drain.close()
+
+
 @pytest.mark.process
 def test_what_is_interrupted_by_who_waits_for_it_ends_in_the_keeper_too(world: World, tmp_path: Path) -> None:
     def interrupt(state: keeper_client.JobState) -> None:
