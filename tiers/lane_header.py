@@ -35,6 +35,7 @@ from tiers.lane_format import (
 from tiers.media import Place
 
 NUMBER_OFFSET = 8  # in an entry
+NUMBER_LIMIT = np.uint64(1 << 62)  # no lane comes so far
 
 
 def read_geometry(place: Place) -> tuple[int, int, int, int] | None:
@@ -54,25 +55,33 @@ def header_problem(lane: Path) -> str:
     return "the lane's header page is damaged, or its file was cut"
 
 
-def is_possible_tail(commits: np.ndarray, tail: int) -> bool:
-    """Whether a lane with these commit words (uint64, by slot) can have this tail: the record before it is the last that was freed.
+def is_possible_tail(entries: np.ndarray, tail: int) -> bool:
+    """Whether a lane with this directory (of `entry_view`) can have this tail: the record before it is the last that was freed.
 
     Or it is what a damaged tail is given, before which there is no record any more.
     """
+    commits = entries["commit"]
     if tail:
-        return bool(commits[(tail - 1) % len(commits)] == tail) or tail == oldest_record(commits)
+        return bool(commits[(tail - 1) % len(commits)] == tail) or tail == oldest_record(entries)
     return bool(commits[0] <= 1 or commits[-1] < commits[0] - 1)  # the directory wasn't gone through yet
 
 
-def oldest_record(commits: np.ndarray) -> int:
+def oldest_record(entries: np.ndarray) -> int:
     """The first of the records that the directory holds one after another up to the newest. Taking a record twice changes nothing."""
+    commits = entries["commit"].copy()
     slots, count = np.arange(len(commits), dtype=np.uint64), np.uint64(len(commits))
-    words = commits[(commits > 0) & ((commits - np.uint64(1)) % count == slots)]
+    words = commits[(commits > 0) & (commits < NUMBER_LIMIT) & ((commits - np.uint64(1)) % count == slots)]
     numbers = np.sort(words.astype(np.int64) - 1)
     if not len(numbers):
         return 0
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 2) + 1)  # one word may be flipped within a run
-    return int(max(runs, key=len)[0])
+    runs.sort(key=len, reverse=True)
+    return next((int(run[0]) for run in runs if any(_is_whole(entries, int(number)) for number in run)), 0)
+
+
+def _is_whole(entries: np.ndarray, number: int) -> bool:
+    """Whether the entry in its slot is this record's: a flipped commit word may say another number."""
+    return parse_entry(entries[number % len(entries)].tobytes(), number).type != RecordType.BAD
 
 
 def mend(lane: Path, record_count: int, lane_bytes: int) -> list[str]:
@@ -141,10 +150,10 @@ def _number(entry: bytes) -> int:
 def _mend_directory(head: mmap.mmap, record_count: int) -> list[str]:
     """The tail, and commit words of records after which another one is committed: theirs were written before it."""
     done = list[str]()
-    commits = np.frombuffer(head, entry_view, record_count, DIRECTORY_OFFSET)["commit"].copy()
-    tail = int.from_bytes(head[PAGE : PAGE + 8], "little")
-    if not is_possible_tail(commits, tail):
-        tail = oldest_record(commits)
+    entries = np.frombuffer(head, entry_view, record_count, DIRECTORY_OFFSET).copy()
+    commits, tail = entries["commit"], int.from_bytes(head[PAGE : PAGE + 8], "little")
+    if not is_possible_tail(entries, tail):
+        tail = oldest_record(entries)
         head[PAGE : PAGE + 8] = tail.to_bytes(8, "little")
         done.append("tail")
     after = np.roll(commits, -1)

@@ -136,12 +136,12 @@ class LaneReader:
     @property
     def has_possible_tail(self) -> bool:
         """Whether its tail agrees with its commit words; else the tail was damaged."""
-        return is_possible_tail(self._commits, self.tail)
+        return is_possible_tail(self._entries, self.tail)
 
     def mend_tail(self) -> None:
         """Give a tail that was damaged the least value that it can have had. The keeper only."""
         assert self._tail_memory is not None, "opened without writable_tail"
-        self._set_tail(oldest_record(self._commits.copy()))
+        self._set_tail(oldest_record(self._entries))
 
     def records(self, from_number: int, limit: int = 1 << 30) -> list[RecordHeader]:
         """Headers of the committed records from `from_number` on, at most `limit`; type BAD where an entry is flipped."""

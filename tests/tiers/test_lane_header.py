@@ -187,6 +187,22 @@ def test_a_flipped_end_of_reservations_costs_neither_what_waits_nor_what_comes(
     assert world.restorable(TOKENS) == len(TOKENS) and world.restorable(later) == len(later)
 
 
+@pytest.mark.parametrize("byte, bit", [(0, 0x02), (5, 0x01), (7, 0x80)])
+def test_a_flipped_commit_word_of_the_only_record_does_not_send_the_tail_away(
+    world: World, byte: int, bit: int
+) -> None:
+    lane = world.lane()
+    lane.append_close(sequence("nobody"), 1, 0)
+    world.drain()
+    flip(world.paths.lane("e0"), DIRECTORY_OFFSET + 8 * COMMIT + byte, bit)
+    world.drain()
+    world.capture(lane, "a", TOKENS, CUTS)
+    world.drain()
+    assert lane.tail == lane.head == 7
+    shutil.rmtree(world.paths.lane_dir)
+    assert world.restorable(TOKENS) == len(TOKENS)
+
+
 def test_a_lane_that_was_gone_through_is_taken_again_in_many_groups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
