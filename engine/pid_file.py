@@ -28,7 +28,12 @@ class PidFile:
     @property
     def alive(self) -> bool:
         """The process is there, is the one that was meant, and is not a zombie."""
-        return self.start_ticks != 0 and start_ticks(self.pid) == self.start_ticks and not _is_zombie(self.pid)
+        return self.start_ticks != 0 and start_ticks(self.pid) == self.start_ticks and _state(self.pid) not in "ZX"
+
+    @property
+    def stopped(self) -> bool:
+        """Somebody sent it SIGSTOP."""
+        return _state(self.pid) == "T"
 
 
 def write(path: Path, *, pid: int, incarnation: int = 0, settings: str = "") -> PidFile:
@@ -54,8 +59,9 @@ def settings_digest(settings: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _is_zombie(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """Letter of its main thread; X if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"

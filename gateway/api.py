@@ -28,6 +28,7 @@ from gateway.host_link import HostLink
 from gateway.sessions import SessionRecord, SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable, parse_stream_id
+from gateway.supervisors import HOST_AWAY, Supervisors
 from gateway.tenancy import Caller, Keys, own_name
 
 log = structlog.get_logger()
@@ -66,12 +67,18 @@ class Gateway:
     sessions: SessionTable
     dispatcher: Dispatcher
     host: HostLink
+    supervisors: Supervisors
     form: EventForm
     group_form: GroupForm
     durability: Durability
     keys: Keys
     started_at: float
     draining: bool = False
+
+    @property
+    def host_agent(self) -> bool:
+        """It is connected, and was heard lately."""
+        return self.host.connected and HOST_AWAY not in self.supervisors.away
 
 
 STREAM = web.RequestKey("stream", str)

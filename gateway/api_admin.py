@@ -46,7 +46,7 @@ async def health(request: web.Request) -> web.Response:
         "engines_ready": ready,
         "engines_drained": drained,
         "hint": f"`concordia drain {drained[0]} --undo` lets it take streams again" if drained and not ready else None,
-        "host_agent": gateway.host.connected,
+        "host_agent": gateway.host_agent,
         "live_streams": sum(caller.owns(stream.spec.namespace) for stream in gateway.table.live.values()),
         "degraded": [row for row in gateway.durability.rows() if not row["tenant"] or caller.owns(row["tenant"])],
         "uptime_s": round(time.time() - gateway.started_at, 1),
@@ -71,7 +71,7 @@ async def admin_engines(request: web.Request) -> web.Response:
     return json_response(
         {
             "object": "list",
-            "host_agent": gateway.host.connected,
+            "host_agent": gateway.host_agent,
             "data_dir": str(paths.data_dir),
             "lane_dir": str(paths.lane_dir),
             "degraded": gateway.durability.rows(),

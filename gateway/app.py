@@ -48,8 +48,10 @@ from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable
+from gateway.supervisors import Supervisors
 from gateway.tenancy import Keys
 from gateway.tokenizer import load_tokenizer, read_model_facts
+from tiers import heartbeat
 from tiers.keys import BadKeys, Keyring
 
 log = structlog.get_logger()
@@ -100,6 +102,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         streams = gateway.table.load_live()
         gateway.groups.load()
         gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
+        tasks.spawn(heartbeat.beat_for_ever(config.paths.beat("gateway")))
+        tasks.spawn(gateway.supervisors.run())
         tasks.spawn(gateway.host.run())
         tasks.spawn(_sweep_forever(gateway))
         tasks.spawn(_look_for_files_forever(gateway))
@@ -154,7 +158,10 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     dispatcher.adapter_directory = adapters.directory
     _name_adapters(config, adapters)
 
-    durability = Durability(config.paths.keeper_socket, table, sessions, dispatcher.engines.values, journals)
+    supervisors = Supervisors(config.paths)
+    durability = Durability(
+        config.paths.keeper_socket, table, sessions, dispatcher.engines.values, journals, lambda: supervisors.away
+    )
     if tiers.durability == "turn":
         dispatcher.before_end = durability.settle
 
@@ -199,6 +206,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
         sessions,
         dispatcher,
         host,
+        supervisors,
         form,
         GroupForm(form),
         durability,

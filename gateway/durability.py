@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from engine.messages import TenantStats
-from gateway import metrics
+from gateway import metrics, supervisors
 from gateway.engines import Engine
 from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
@@ -46,7 +46,8 @@ class Degraded:
 
     state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
             or `lane_gone`; `journal_failing` keeps no state, but streams from being written down; `budget_held` keeps nothing
-            back yet: a budget is used up by what may not be evicted
+            back yet: a budget is used up by what may not be evicted; `host_away` and `serve_away` keep nothing back, but
+            nobody would be started again
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
@@ -60,7 +61,7 @@ class Degraded:
 
 
 HINTS = {
-    "keeper_away": "the host agent restarts it; state stays in the lanes meanwhile",
+    "keeper_away": "the host agent starts it again, or continues it after a minute if it was stopped; state stays in the lanes meanwhile",
     "disk_full": "free disk space or move the data directory; the keeper tries again every second",
     "map_full": "raise tiers.store_map_bytes and restart, or run `concordia gc` and `concordia compact --shrink`",
     "over_budget": "sessions least recently used are evicted; if none can be: raise tiers.disk_budget_bytes or store_map_bytes, "
@@ -68,6 +69,7 @@ HINTS = {
     "budget_held": "what is live or pinned isn't evicted: unpin or end sessions, or raise the budget",
     "journal_failing": "answers go on, but would not survive the gateway: free disk space, or make the journal directory writable; "
     "it is tried again every few seconds",
+    **supervisors.HINTS,
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
     "lane_full": "the keeper is behind or stopped; what is missing is captured from the device when there is room, "
@@ -76,6 +78,7 @@ HINTS = {
     "lane_share_full": "its other state is captured from the device when the keeper has freed some; raise its lane_bytes if it happens "
     "under normal load",
 }
+KEEP_NO_STATE = ("store_deleted", "budget_held", "journal_failing", *supervisors.HINTS)
 Cause = tuple[str, str, str]  # state, engine, tenant
 
 
@@ -101,13 +104,14 @@ class Durability:
 
     def __init__(
         self, keeper_socket: Path, table: StreamTable, sessions: SessionTable, engines: Callable[[], Iterable[Engine]],
-        journals: JournalSync,
+        journals: JournalSync, away: Callable[[], dict[str, str]] = dict,
     ) -> None:  # fmt: skip
         self._socket = keeper_socket
         self.journals = journals
         self._table = table
         self._sessions = sessions
         self._engines = engines
+        self._away = away
         self._positions: dict[str, Position] = {}
         self._ended: dict[str, tuple[Stream, float]] = {}
         self._since: dict[Cause, int] = {}
@@ -315,6 +319,7 @@ class Durability:
         found: dict[Cause, str] = {}
         if away and self._seen_keeper:
             found["keeper_away", "", ""] = away
+        found |= {(state, "", ""): said for state, said in self._away().items()}
         failing = self.keeper.stats.get("failing", "") if self.keeper.up else ""
         if failing:
             found[failing_state(failing), "", ""] = failing
@@ -383,7 +388,7 @@ class Durability:
             if row.state in ("lane_full", "lane_share_full", "lane_gone"):
                 if row.engine in engines and captured + 1 < tokens:
                     return row.state
-            elif durable < captured and row.state not in ("store_deleted", "budget_held", "journal_failing"):
+            elif durable < captured and row.state not in KEEP_NO_STATE:
                 return row.state
         return ""
 

@@ -23,6 +23,7 @@ from typing import Literal
 
 Cause = Literal["stopped", "blocked", "disk", "spinning"]
 DISK_FACTOR = 10
+RESUMED_WITHIN_S = 5.0
 LATE_FACTOR = 2  # of a look's interval counts at most this much: what lies beyond, the watcher was held up itself
 
 
@@ -66,15 +67,21 @@ class HangJudge:
     interval_ms: float
     blocked_ms: float = 0.0
     disk_ms: float = 0.0
+    stopped_for_ms: float = 0.0
     slow_told: bool = False
+    patient_until_s: float = 0.0
     _first: Look | None = None
     _last: Look | None = None
 
     def beat(self) -> None:
         """It was heard: what was held against it is forgotten."""
-        self.blocked_ms = self.disk_ms = 0.0
+        self.blocked_ms = self.disk_ms = self.stopped_for_ms = 0.0
         self.slow_told = False
         self._first = self._last = None
+
+    def watcher_stood_still(self, at_s: float) -> None:
+        """The watcher did until now. Maybe all were stopped with it: those that are resumed after it are no hangs."""
+        self.patient_until_s = at_s + RESUMED_WITHIN_S
 
     def judge(self, look: Look) -> Hung | None:
         """Take one look in; the verdict, if it is ripe."""
@@ -86,7 +93,10 @@ class HangJudge:
         self._last = look
         bound_ms = max(self.floor_ms, look.bound_ms)
         if look.state == "T":
-            stopped = last.state == "T" and look.beat_age_ms >= self.stopped_ms
+            self.stopped_for_ms += self._counted_ms(last, look)
+            unseen_ms = 2 * self.interval_ms  # a silence is only looked into when it is as long
+            stopped = last.state == "T" and look.beat_age_ms >= self.stopped_ms <= self.stopped_for_ms + unseen_ms
+            stopped = stopped and look.at_s >= self.patient_until_s
             return Hung("stopped", self.stopped_ms) if stopped else None
         self._weigh(last, look)
         if self.blocked_ms > bound_ms:
@@ -102,11 +112,13 @@ class HangJudge:
         passed_ms = (look.at_s - last.at_s) * 1000
         if look.runnable or look.busy_ms - last.busy_ms > passed_ms / 2:
             return
-        counted_ms = min(passed_ms, LATE_FACTOR * self.interval_ms)
         if look.state == "D":
-            self.disk_ms += counted_ms
+            self.disk_ms += self._counted_ms(last, look)
         else:
-            self.blocked_ms += counted_ms
+            self.blocked_ms += self._counted_ms(last, look)
+
+    def _counted_ms(self, last: Look, look: Look) -> float:
+        return min((look.at_s - last.at_s) * 1000, LATE_FACTOR * self.interval_ms)
 
     def slow(self) -> str:
         """Why a stretch that is over the bound is no hang yet, told once a stretch; "" otherwise."""

@@ -44,6 +44,8 @@ from ops.processes import (
     times,
 )
 from ops.settings import HostSettings
+from ops.watchdog import Watchdog
+from tiers.heartbeat import beat_for_ever
 from tiers.paths import Paths
 
 log = structlog.get_logger("host")
@@ -54,8 +56,12 @@ REAP_LOOKS = 500  # until the nursery has noticed what the host agent has notice
 NURSERY_TIMEOUT_S = 120.0  # it imports torch first; half a minute on a slow disk
 HOPELESS_STARTS = 4  # of one engine, before any has served: the model or the settings are wrong
 QUICK_RESTARTS = 5
+STOOD_STILL_S = 1.0  # this process itself: it was stopped, or starved
 RESTART_LOOK_S = 0.05
 SUBSCRIBER_BUFFER_BYTES = 1 << 20
+KEEPER_PATIENCE = (
+    12  # nobody waits for it: lanes hold what it doesn't drain, and someone may hold it while they copy the store
+)
 DEATHS_KEPT = 64  # told to a gateway that subscribes: it may have been away
 
 
@@ -174,7 +180,10 @@ class EngineWatch:
         assert page is not None, "wait_down before wait_ready"
         interval_s = self._settings.watch_interval_ms / 1000
         while True:
+            slept_at = time.monotonic()
             await self._sleep_or_news(interval_s)
+            if time.monotonic() - slept_at > interval_s + STOOD_STILL_S:
+                self._judge.watcher_stood_still(time.monotonic())
             self._oom_kills.note()
             if self._main_gone.is_set():
                 return await self._down_after_death(page)
@@ -333,7 +342,14 @@ class HostAgent:
         commands = [keeper_command(self._engine_settings)] if keeper else []
         if self.host.nursery:
             commands.append(ChildCommand("nursery", "engine.nursery", self._engine_settings))
-        return [KeptProcess(command, self.paths.pid_file(command.name), backoff) for command in commands]
+        return [
+            KeptProcess(command, self.paths.pid_file(command.name), backoff, watchdog=self._watchdog(command.name))
+            for command in commands
+        ]
+
+    def _watchdog(self, name: str) -> Watchdog:
+        patience = KEEPER_PATIENCE if name == "keeper" else 1
+        return Watchdog(None, patience * self.host.silent_limit_s, self.host.spin_limit_s)
 
     def stop(self) -> None:
         """Begin the stop; `run` returns when all is down."""
@@ -343,6 +359,7 @@ class HostAgent:
         """Everything, until `stop`."""
         await self._lock.take_soon("another host agent runs here", 5.0)
         become_subreaper()
+        beating = asyncio.create_task(beat_for_ever(self.paths.beat("host")))
         self._clear_sockets()
         server = await asyncio.start_unix_server(self._serve_gateway, str(self.paths.host_socket))
         tasks = [asyncio.create_task(kept.run(), name=kept.command.name) for kept in self._kept]
@@ -357,6 +374,7 @@ class HostAgent:
         finally:
             if self._stopping.is_set():
                 await self._stop_all(tasks)
+            beating.cancel()
             server.close()
             self._lock.release()
 

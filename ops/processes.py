@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -25,6 +25,9 @@ from engine import pid_file
 from ops.errors import AlreadyRunning, ModelError, OpsError
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
 from tiers.lock import is_named
+
+if TYPE_CHECKING:
+    from ops.watchdog import Watchdog
 
 log = structlog.get_logger("processes")
 
@@ -195,6 +198,7 @@ class KeptProcess:
         *,
         give_up_after: int = 0,
         fatal: tuple[int, ...] = (),
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.command = command
         self.started_count = 0
@@ -203,6 +207,7 @@ class KeptProcess:
         self._backoff = backoff
         self._give_up_after = give_up_after
         self._fatal = fatal  # exit codes that say: starting it again won't help
+        self._watchdog = watchdog
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._done = asyncio.Event()
@@ -240,7 +245,36 @@ class KeptProcess:
         self.started_count += 1
         pid_file.write(self._pid_path, pid=self._process.pid, incarnation=self.started_count)
         log.info("supervise.started", child=self.command.name, pid=self._process.pid)
-        return await self._process.wait()
+        watching = asyncio.create_task(self._watch(self._process.pid))
+        try:
+            return await self._process.wait()
+        finally:
+            watching.cancel()
+
+    async def _watch(self, pid: int) -> None:
+        """Wake or kill it if it stands still."""
+        watchdog = self._watchdog
+        while watchdog is not None:
+            await asyncio.sleep(watchdog.look_s)
+            finding = watchdog.look(pid)
+            if finding is None:
+                continue
+            saying_at = time.monotonic()
+            log.warning(
+                "supervise.hung",
+                child=self.command.name,
+                pid=pid,
+                cause=finding.cause,
+                limit_s=finding.limit_s,
+                signal=finding.cure.name,
+            )
+            # What holds up this line (a paused terminal, a pipe that nobody reads) holds up the child as well.
+            if time.monotonic() - saying_at < watchdog.look_s:
+                self.signal(finding.cure)
+            else:
+                log.info(
+                    "supervise.spared", child=self.command.name, pid=pid, why="what holds up the log may hold it up"
+                )
 
     def signal(self, number: int) -> None:
         """Send a signal to the child, if one runs."""

@@ -30,7 +30,9 @@ from ops.models import Model
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, counted, print_welcome
 from ops.status import engine_state
+from ops.watchdog import Watchdog
 from tiers.errors import StoreFailed
+from tiers.heartbeat import beat_for_ever
 from tiers.keys import Keyring
 from tiers.lock import is_held
 from tiers.paths import SOCKET_PATH_BYTES, Paths
@@ -60,8 +62,17 @@ class Supervisor:
         backoff = Backoff(100, 5000, 30.0)
         host = ChildCommand("host", "ops.host", config.host_json(model_dir, model_name))
         gateway = ChildCommand("gateway", "gateway", config.gateway_json(model_dir, model_name))
-        self._host = KeptProcess(host, self._paths.pid_file("host"), backoff, give_up_after=QUICK_DEATHS, fatal=FATAL)
-        self._gateway = KeptProcess(gateway, self._paths.pid_file("gateway"), backoff, give_up_after=QUICK_DEATHS)
+        self._host = KeptProcess(
+            host, self._paths.pid_file("host"), backoff, give_up_after=QUICK_DEATHS, fatal=FATAL,
+            watchdog=self._watchdog("host"),
+        )  # fmt: skip
+        self._gateway = KeptProcess(
+            gateway, self._paths.pid_file("gateway"), backoff, give_up_after=QUICK_DEATHS,
+            watchdog=self._watchdog("gateway"),
+        )  # fmt: skip
+
+    def _watchdog(self, name: str) -> Watchdog:
+        return Watchdog(self._paths.beat(name), self.config.host.silent_limit_s, self.config.host.spin_limit_s)
 
     async def run(self) -> None:
         """Everything, until a signal. Raises OpsError if a part can't be started."""
@@ -76,11 +87,15 @@ class Supervisor:
             pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
             self._paths.gateway_url.write_text(base_url(self.config))
             running.note(self.config)
-            keeping = asyncio.create_task(self._keep(lock))
+            beside = [
+                asyncio.create_task(self._keep(lock)),
+                asyncio.create_task(beat_for_ever(self._paths.beat("serve"))),
+            ]
             try:
                 await self._run_children()
             finally:
-                keeping.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             self._remove_leftovers()
             running.forget(self._paths)
@@ -94,8 +109,10 @@ class Supervisor:
             lock.keep()
 
     def _remove_leftovers(self) -> None:
-        """The address, and sockets whose processes are gone; an engine that goes on keeps its own."""
+        """The address, heartbeats, and sockets whose processes are gone; an engine that goes on keeps its own."""
         self._paths.gateway_url.unlink(missing_ok=True)
+        for path in self._paths.lane_dir.glob("*.beat"):
+            path.unlink(missing_ok=True)
         for socket_path in self._paths.lane_dir.glob("*.sock"):
             known = pid_file.read(self._paths.pid_file(socket_path.stem))
             if known is None or not known.alive:

@@ -16,6 +16,8 @@ class HostSettings:
     hang_floor_ms       an engine of which nothing ran or wanted to run for this long is hung, unless the bound that it learned is longer
     stopped_ms          an engine that was stopped (SIGSTOP) and silent for this long is hung
     spin_limit_s        an engine that computed for this long without a heartbeat is hung
+    silent_limit_s      a gateway, host agent or nursery that stands still for so long gets SIGCONT if it was stopped, SIGKILL if it is
+                        stuck; the keeper has twelve times as long; 0: never
     load_timeout_s      an engine that isn't ready after this long is killed and started again
     watch_interval_ms   how often heartbeats are looked at
     restart_backoff_ms  wait before an engine that died is started again while another serves; doubles with each death in a row
@@ -30,6 +32,7 @@ class HostSettings:
     hang_floor_ms: int = 500
     stopped_ms: int = 100
     spin_limit_s: float = 60.0
+    silent_limit_s: float = 5.0
     load_timeout_s: float = 300.0
     watch_interval_ms: int = 50
     restart_backoff_ms: int = 500

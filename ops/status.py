@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import pid_file
 from engine.status_page import StatusPage
+from tiers import heartbeat
 from tiers.paths import Paths
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ SESSIONS_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """One process. state: running, dead, or for an engine what its page says."""
+    """One process. state: running, stopped (by SIGSTOP), dead, or for an engine what its page says."""
 
     name: str
     pid: int
@@ -216,7 +217,10 @@ def _row(paths: Paths, path: Path) -> ProcessRow:
     with contextlib.suppress(FileNotFoundError, ValueError):
         page = StatusPage.open(paths.status(path.stem))
         if page.pid == known.pid:
+            state = "stopped" if known.stopped else page.state
             return ProcessRow(
-                path.stem, known.pid, page.state, known.incarnation, round(page.beat_age_ms(), 1), page.step_count
+                path.stem, known.pid, state, known.incarnation, round(page.beat_age_ms(), 1), page.step_count
             )
-    return ProcessRow(path.stem, known.pid, "running", known.incarnation)
+    beat = heartbeat.read(paths.beat(path.stem))
+    age_ms = round(beat.age_ms, 1) if beat is not None and beat.pid == known.pid else None
+    return ProcessRow(path.stem, known.pid, "stopped" if known.stopped else "running", known.incarnation, age_ms)

@@ -117,3 +117,7 @@ class Paths:
     def pid_file(self, name: str) -> Path:
         """JSON {pid, start_ticks, incarnation} of the process `name` (e0, keeper, nursery, host, gateway)."""
         return self.lane_dir / f"{name}.pid"
+
+    def beat(self, name: str) -> Path:
+        """Heartbeat of `serve`, the host agent ("host") or the gateway; tiers/heartbeat.py."""
+        return self.lane_dir / f"{name}.beat"

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gateway import durability, metrics
+from gateway import durability, metrics, supervisors
 from gateway.durability import failing_state
 from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
 from tests.tiers import forked
 from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, rows
-from tiers import keeper_client, store_file
+from tiers import heartbeat, keeper_client, store_file
 from tiers.keeper import Keeper
 from tiers.lane import LaneWriter
 from tiers.layout import Layout, sequence_id
@@ -219,6 +219,32 @@ async def test_a_keeper_that_went_away_is_seen_everywhere(world: World, keeper: 
         return not (await world.get("/health"))["degraded"]
 
     await world.until(well, 30.0)
+
+
+async def test_a_host_agent_and_a_serve_that_are_not_heard_are_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((supervisors, "AWAY_S"), (supervisors, "LISTEN_S"), (durability, "INTERVAL_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    paths = world.config.paths
+
+    async def degraded() -> list[str]:
+        return [row["state"] for row in (await world.get("/health"))["degraded"]]
+
+    async def only_serve_is_away() -> bool:
+        heartbeat.beat(paths.beat("host"))
+        return await degraded() == ["serve_away"]
+
+    async def both_are_away() -> bool:
+        return await degraded() == ["host_away", "serve_away"]
+
+    heartbeat.beat(paths.beat("serve"))
+    await world.until(only_serve_is_away, 30.0)
+    assert (await world.get("/health"))["host_agent"]
+    await world.until(both_are_away, 30.0)
+    assert not (await world.get("/health"))["host_agent"]
+    assert (await world.post(CHAT, body(3)))[0] == 200, "answers go on"
+    await world.until(only_serve_is_away, 30.0)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,21 @@ def test_time_in_which_the_watcher_itself_stood_still_does_not_count() -> None:
     assert judging.judge(Look(60.1, 60_100, 0, "S", False, 0, 0)) is None
 
 
+def test_stop_is_counted_in_time_that_the_watcher_saw() -> None:
+    judging = judge(stopped_ms=2000)
+    judging.judge(Look(0.1, 100, 0, "T", False, 0, 0))
+    assert judging.judge(Look(60.1, 60_100, 0, "T", False, 0, 0)) is None
+    assert first(verdicts(judge(stopped_ms=2000), 4, state="T")) == ("stopped", pytest.approx(2.0))
+
+
+def test_engine_that_is_resumed_after_its_watcher_was_is_not_hung() -> None:
+    judging = judge()
+    judging.watcher_stood_still(60.0)
+    looks = [Look(60.0 + 0.05 * count, 60_000 + 50 * count, 0, "T", False, 0, 0) for count in range(120)]
+    found = [judging.judge(look) for look in looks]
+    assert next(look.at_s for look, hung in zip(looks, found, strict=True) if hung) == pytest.approx(65.0, abs=0.1)
+
+
 def test_look_tells_running_sleeping_and_stopped_apart() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -23,6 +23,7 @@ GROUPS = {
 }
 
 LEAST_TIMEOUT_S = 300
+OFTEN_KILLED = {"restart_backoff_ms": 20, "restart_limit_ms": 50}  # tests kill far more often than life does
 shared: dict[str, list[System]] = {}  # by group: systems of this process that are ended after the group's last test
 
 
@@ -84,7 +85,7 @@ def running(
     settings = {
         "engine": {**harness.ONE_THREAD, **engine},
         "tiers": harness.SMALL_LANES,
-        "host": {"restart_backoff_ms": 20, "restart_limit_ms": 50},  # tests kill far more often than life does
+        "host": OFTEN_KILLED,
         **(sections or {}),
     }
     system = System(
@@ -123,7 +124,8 @@ def settled_or_new(system: System) -> System:
 
 @pytest.fixture(scope="session")
 def tiny_system(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    yield from running(tiny_model, tmp_path_factory.mktemp("tiny"), 2)
+    host = {**OFTEN_KILLED, "silent_limit_s": 2}
+    yield from running(tiny_model, tmp_path_factory.mktemp("tiny"), 2, {"host": host})
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.driver import System
+from bench.sse import Answer
 from tests.system import harness
 
 ORPHANS_END_S = 15 + 60  # an engine waits 15 s for a host agent, and looks once a second
@@ -70,6 +72,52 @@ def test_tiny_nursery_killed_engines_go_on_and_the_next_start_finds_a_new_one(ti
     victim = tiny.signal("e0")
     tiny.wait("a new engine", lambda: tiny.pid("e0") not in (0, victim))
     tiny.wait_ready()
+    assert answers(tiny)
+
+
+def test_tiny_whoever_is_stopped_goes_on_and_no_client_loses_its_connection(tiny: System) -> None:
+    """Gateway, host agent and nursery are stopped in mid-answer, and an engine is killed meanwhile."""
+    stopped = ("gateway", "host", "nursery")
+    before = {name: tiny.pid(name) for name in stopped}
+    body = harness.chat(tiny, harness.prompts(seed=57, count=1)[0], tokens=100)
+    want, victim = tiny.stream(harness.CHAT, body), 0
+
+    def stop(answer: Answer) -> None:
+        nonlocal victim
+        for name in stopped:
+            tiny.signal(name, signal.SIGSTOP)
+        victim = tiny.signal("e1")
+
+    got = tiny.stream(harness.CHAT, body, watch=harness.after(20, stop))
+    harness.assert_same(got, want, "gateway, host agent and nursery stopped")
+    tiny.wait("another engine", lambda: tiny.pid("e1") not in (0, victim))
+    tiny.wait_ready()
+    assert {name: tiny.pid(name) for name in stopped} == before
+
+
+def test_tiny_everything_stopped_and_resumed_in_any_order_costs_nobody_anything(tiny: System) -> None:
+    """As a frozen container is, or a machine that slept; the host agent is resumed first, and finds the others stopped."""
+    names = ("host", "serve", "e0", "gateway", "keeper", "nursery", "e1")
+    before = {name: tiny.pid(name) for name in names}
+    body = harness.chat(tiny, harness.prompts(seed=58, count=1)[0], tokens=100)
+    want = tiny.stream(harness.CHAT, body)
+
+    def resume() -> None:
+        for name in names:
+            os.kill(before[name], signal.SIGCONT)
+            time.sleep(0.1)
+
+    def stop(answer: Answer) -> None:
+        for pid in before.values():
+            os.kill(pid, signal.SIGSTOP)
+        timer.start()
+
+    timer = threading.Timer(1.5, resume)
+    got = tiny.stream(harness.CHAT, body, watch=harness.after(20, stop))
+    timer.join()
+    harness.assert_same(got, want, "everything stopped")
+    assert not harness.recoveries(got)
+    assert {name: tiny.pid(name) for name in names} == before
     assert answers(tiny)
 
 

@@ -1,0 +1,86 @@
+"""Children of `serve` and the host agent that stand still. Real processes and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from bench.driver import process_state
+from engine import pid_file
+from ops import processes
+from ops.processes import Backoff, ChildCommand, KeptProcess
+from ops.watchdog import Watchdog
+from tests.ops.test_host import until
+from tiers import heartbeat
+
+pytestmark = pytest.mark.process
+LIMIT_S = 0.4
+
+
+@contextlib.asynccontextmanager
+async def kept(directory: Path, name: str, *, beat: bool, limit_s: float = LIMIT_S) -> AsyncIterator[KeptProcess]:
+    """A child that beats once, or whose parent knows of no heartbeat."""
+    path = directory / f"{name}.beat"
+    command = ChildCommand(name, "tests.ops.still_child", {}, (str(path),), bare=True)
+    watchdog = Watchdog(path if beat else None, limit_s, 60.0)
+    child = KeptProcess(command, directory / f"{name}.pid", Backoff(10, 10, 60.0), watchdog=watchdog)
+    task = asyncio.create_task(child.run())
+    try:
+        await until(f"the first beat of {name}", lambda: heartbeat.read(path) is not None)
+        yield child
+    finally:
+        await child.stop(5.0)
+        await task
+
+
+class HeldUpLog:
+    """As on a paused terminal, whenever somebody wants to say something of the child `spared`."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+
+    def __getattr__(self, level: str) -> Any:
+        def say(event: str, **fields: Any) -> None:
+            if fields["child"] == "spared":
+                time.sleep(LIMIT_S / 2)
+            getattr(self._log, level)(event, **fields)
+
+        return say
+
+
+async def test_child_that_stands_still_is_killed_and_one_that_is_stopped_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "log", HeldUpLog(processes.log))
+    with structlog.testing.capture_logs() as logs:
+        async with (
+            kept(tmp_path, "stuck", beat=True) as stuck,
+            kept(tmp_path, "held", beat=False) as held,
+            kept(tmp_path, "unwatched", beat=True, limit_s=0) as unwatched,
+            kept(tmp_path, "spared", beat=True) as spared,
+        ):
+            pids = held.pid, unwatched.pid, spared.pid
+            for pid in pids[:2]:
+                os.kill(pid, signal.SIGSTOP)
+            first = stuck.pid
+            await until("another child", lambda: stuck.pid not in (0, first))
+            await until("one that goes on", lambda: process_state(pids[0]) == "S")
+            await until("a child that is spared", lambda: any(log["event"] == "supervise.spared" for log in logs))
+            assert (held.pid, unwatched.pid, spared.pid) == pids
+            known = pid_file.read(tmp_path / "unwatched.pid")
+            assert known is not None and known.stopped
+            os.kill(pids[1], signal.SIGCONT)
+    hung = {(log["child"], log["cause"], log["signal"]) for log in logs if log["event"] == "supervise.hung"}
+    assert hung - {("spared", "blocked", "SIGKILL")} == {
+        ("stuck", "blocked", "SIGKILL"),
+        ("held", "stopped", "SIGCONT"),
+    }
