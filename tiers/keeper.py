@@ -312,11 +312,17 @@ def _keep_large_buffers() -> None:
 
 
 def _write_pid_file(path: Path, incarnation: int) -> None:
+    """For `status`; where shared memory is full the keeper drains without it."""
     start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     text = json.dumps({"pid": os.getpid(), "start_ticks": start_ticks, "incarnation": incarnation})
     draft = path.with_suffix(".pid.new")
-    draft.write_text(text)
-    draft.replace(path)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as error:
+        log.error(
+            "keeper.pid_not_written", error=str(error), hint="free shared memory: `concordia status` can't tell of it"
+        )
 
 
 def _configure_log(log_format: str, level: str) -> None:

@@ -207,7 +207,7 @@ def mend_all(
     made, left = [], []
     lists = list(lists)
     for key in keys:
-        with store.group() as group:
+        with store.group(freeing=True) as group:  # what it puts takes the place of what it drops
             try:
                 base = mend_base(group, key, aside, lists)
                 if base is not None:

@@ -20,6 +20,7 @@ from gateway import journal
 from gateway.sessions import SessionFile, SessionRecord
 from tests.ops.conftest import TOKENS, Place
 from tests.tiers.sample import BLOCK, append_rows, flip, rows, sequence, some_tokens
+from tiers import store_file
 from tiers.free_list import free_list_problem
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
@@ -359,6 +360,18 @@ def damage_base(place: Place) -> None:
         ((key, value),) = list(transaction.cursor())
         transaction.put(key, value[:40])
     environment.close()
+
+
+def test_a_damaged_base_is_made_again_also_on_a_full_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.ops.test_compaction import close
+
+    place.session("chat", TOKENS)
+    close(place, "chat", len(TOKENS))
+    place.json("compact")
+    damage_base(place)
+    monkeypatch.setattr(store_file, "FREE_DISK_RESERVE_BYTES", 1 << 60)
+    assert len(place.json("repair", "--yes")["rebuilt"]) == 1
+    assert place.json("verify")["ok"] and place.world.restorable(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["its list is known", "nobody knows it"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -414,6 +415,15 @@ def test_keeper_ends_when_no_host_agent_is_left(world: World) -> None:
             assert not is_held(world.paths.host_lock)
             assert process.wait(60) == 0
     assert world.restorable(TOKENS) == 43
+
+
+def test_keeper_needs_no_room_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    keeper_file._write_pid_file(tmp_path / "keeper.pid", 1)
+    assert not (tmp_path / "keeper.pid").exists()
 
 
 @pytest.mark.process
