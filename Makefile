@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # running system run in the same one (tests/system/conftest.py), the longest first (tests/order.py). One at a time: ARGS="-n 0".
 SIDE_BY_SIDE := -n 2 --dist worksteal
 WITH_SYSTEMS := -n 3 --dist loadgroup --no-loadscope-reorder
-# Quick tests sync thousands of small files: they lie in memory, where there is room, and are gone with the check.
+# Unit tests sync thousands of small files: they lie in memory, where there is room, and are gone with the run. Systems write to the disk.
 IN_MEMORY := room=$$(df --output=avail /dev/shm 2>/dev/null | tail -1); \
 	files=$$(mktemp -d $$(test "$${room:-0}" -gt 4000000 && echo /dev/shm/check-XXXXXX)); \
 	trap 'rm -rf "$$files"' EXIT; trap 'exit 130' INT TERM;
@@ -41,7 +41,7 @@ serve: $(STAMP)  ## start gateway, host agent and two engines on 127.0.0.1:8080 
 
 test: $(STAMP)  ## run the whole suite, in about fourteen minutes on two cores (fetches the demo model the first time)
 	@$(VENV)/bin/concordia pull --if-missing smollm2
-	@$(ONE_THREAD) $(PY) -m pytest -m "not soak" $(WITH_SYSTEMS) $(ARGS)
+	@$(IN_MEMORY) TESTS_IN_MEMORY="$$files" $(ONE_THREAD) $(PY) -m pytest -m "not soak" $(WITH_SYSTEMS) $(ARGS)
 
 check: $(STAMP)  ## format, lint, types, quick unit tests; under a minute on two cores
 	@$(PY) -m ruff format --check $(CODE)

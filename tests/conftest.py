@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import leftovers, order
+
+# Unit tests sync thousands of small files, and would wait for the disk each time: theirs lie in this directory, if `make test` gives it.
+IN_MEMORY = os.environ.get("TESTS_IN_MEMORY", "")
+ON_DISK = ("tests/system/", "tests/faults/")
 
 gc.disable()  # nothing that is imported is garbage: looking for some among it takes a third of a worker's start
 
@@ -25,6 +33,17 @@ def pytest_collection_finish() -> None:
     """What was imported is never looked at again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory of the test's own."""
+    if not IN_MEMORY or request.node.nodeid.startswith(ON_DISK):
+        yield tmp_path
+        return
+    made = tempfile.mkdtemp(dir=IN_MEMORY)
+    yield Path(made)
+    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -216,13 +216,12 @@ class Sse:
 
 
 @pytest.fixture
-async def make_world(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path
-) -> AsyncIterator[Callable[..., Awaitable[World]]]:
+async def make_world(tmp_path: Path, model_dir: Path) -> AsyncIterator[Callable[..., Awaitable[World]]]:
     worlds: list[World] = []
 
     async def make(directory: Path | None = None, **settings: Any) -> World:
-        where = directory or tmp_path_factory.mktemp("w")
+        where = directory or tmp_path / f"w{len(worlds)}"
+        where.mkdir(exist_ok=True)
         world = World(where, settings.pop("model", model_dir), **settings)
         worlds.append(world)
         return await world.start()
