@@ -12,7 +12,9 @@ GROUPS = {
 MODULES = {
     "tests/faults/test_soak.py": 180,
     "tests/system/": 20,
-    "tests/ops/test_recovery.py": 13,  # forks hundreds of times: early, while the process is small
+    # These fork hundreds of times, which takes 12 ms in a small process and 70 in one of a gigabyte: first of all.
+    "tests/ops/test_recovery.py": 1000,
+    "tests/faults/test_restore_killed.py": 1000,
     "tests/engine/test_kinds.py": 12,
     "tests/simulation/": 12,
     "tests/faults/": 8,
