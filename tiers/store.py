@@ -84,6 +84,7 @@ class Store:
         self._scratch = Scratch()
         self._file = -1
         self._usage: Usage | None = None
+        self._failure = ""  # why a commit failed: what is on the disk isn't known any more
         self.touched: set[tuple[bytes, bytes]] | None = None  # while the file is being copied: what commits change
         self._open_env()
 
@@ -207,7 +208,7 @@ class Store:
         """
         if not freeing:
             self._check_room()
-        with translated(self.path):
+        with self._noting_failure(), translated(self.path):
             with self._env.begin(write=True, buffers=True) as txn:
                 noting = Noting(txn, self._db) if self.touched is not None else None
                 group = Group(noting or txn, self._db, self._scratch, self.keys)
@@ -219,6 +220,14 @@ class Store:
                 self._usage.add(group.changes)
             reach("drain.commit.after")
             extended(self._env, self.path)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreFailed as error:
+            self._failure = error.reason
+            raise
 
     def _check_room(self) -> None:
         """A full disk doesn't matter while the file has free pages of its own."""
@@ -236,7 +245,12 @@ class Store:
                 yield View(txn, self._db, self.keys)
 
     def sync(self) -> None:
-        """Make everything committed survive a power loss. Raises StoreFailed."""
+        """Make everything committed survive a power loss. Raises StoreFailed.
+
+        Also where a commit has failed since it was opened, whoever made it: what the kernel has given up writing isn't written by a sync.
+        """
+        if self._failure:
+            raise StoreFailed(self._failure)
         with translated(self.path):
             reach("drain.sync.before")
             self._env.sync(True)

@@ -19,6 +19,7 @@ from tiers import drain as drain_file
 from tiers import failpoints, keeper_client, lane_reader, store_file
 from tiers.drain import Drain
 from tiers.errors import StoreFailed
+from tiers.keeper_operations import Operations
 from tiers.verify import verify
 from tiers.view import StoreReader
 
@@ -365,3 +366,21 @@ def test_clock_that_jumps_changes_nothing(seconds: str, world: World, layer: Lay
     append_rows(lane, "a", 90, TOKENS[90:])
     wait_for("everything to be freed", lambda: lane.tail == lane.head and stats(world)["unsynced_ms"] == 0)
     assert world.restorable(TOKENS) == len(TOKENS) == 91
+
+
+def test_failed_commit_of_anything_but_the_drain_poisons_the_store_as_well(world: World) -> None:
+    """What the kernel has given up writing may be of the commits before it: their records aren't freed on the word of a later sync."""
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [20, 60])
+    drain = Drain(world.paths, world.settings)
+    drain.flush(sync=False)
+    failpoints.arm("drain.commit.before:1:EIO")
+    with pytest.raises(StoreFailed, match="Input/output error"):
+        Operations(drain).pin("default", "chat", True)
+    with pytest.raises(StoreFailed, match="Input/output error"):
+        drain.sync()
+    assert drain._store is None and lane.tail == 0
+    reopened(world, drain)
+    assert lane.tail == lane.head
+    drain.close()
+    assert world.restorable(TOKENS) == 60
