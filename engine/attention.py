@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine import split_attention
+from engine import row_attention, split_attention
 from engine.arena import Arena, LayerShape, PlaneRange, Slot
 from engine.errors import UnsupportedModel
 from engine.lean_transformers import AttentionInterface, Cache
@@ -55,6 +55,7 @@ class StepRows:
     token_count: int
     masks: dict[Span, torch.Tensor] = field(default_factory=dict)
     folded_masks: dict[tuple[Span, int, int], torch.Tensor | None] = field(default_factory=dict)
+    seen: dict[tuple[Span, int], row_attention.Seen] = field(default_factory=dict)
     places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )  # by window: slot, column; (rows, 1)
@@ -124,8 +125,15 @@ class ArenaCache(ModelCache):
         self.exact = exact
         self.row_begins: Callable[[int | None], None] = lambda row: None
         self.derived = {index for index, shape in layers.items() if shape.derived}
+        self._row_sizes = {(shape.key_dim, shape.value_dim) for shape in layers.values()}
         self.rows = StepRows([], [], 0)
         self._planes: dict[PlaneRange, torch.Tensor] = {}
+
+    @property
+    def by_rows(self) -> tuple[bool, str]:
+        """Whether few rows are computed by a kernel of ours (engine/row_attention.py), and if they should be and aren't, why."""
+        on_host = all(group.device.type == "cpu" and group.dtype == torch.float32 for group in self.arena.groups)
+        return row_attention.used_for(self._row_sizes) if on_host and not self.exact else (False, "")
 
     def begin(self, slots: list[Slot], starts: list[int], token_count: int) -> None:
         """Announce the next forward pass, and make this cache the one that the attention function reads."""
@@ -240,8 +248,10 @@ class ArenaCache(ModelCache):
             elif rows.token_count > _FOLD_TOKENS:
                 mask = _mask(rows, span, query.device)
                 outputs.append(_attend_grouped(query[row], keys, values, mask, options.scaling))
-            else:
+            elif self.exact:
                 outputs.append(_attend_folded(query[row], keys, values, rows, span, options.scaling))
+            else:
+                outputs.append(_attend_few(query[row], keys, values, rows, span, options.scaling))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2)
 
     def _attend_tiles(
@@ -463,6 +473,25 @@ def _fitted(rows: torch.Tensor, low: int, tile: Span) -> torch.Tensor:
     begin, end = max(0, low), min(rows.shape[1], low + fitted.shape[1])
     fitted[:, begin - low : end - low] = rows[:, begin:end]
     return fitted
+
+
+def _attend_few(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, span: Span, scaling: float | None
+) -> torch.Tensor:
+    """Few tokens of one row, by the fastest kernel there is for them. Shapes as in `_attend_grouped`."""
+    query_heads, count, dim = query.shape
+    shared = query_heads // keys.shape[0]
+    folded = query.reshape(keys.shape[0], shared * count, dim)
+    if not row_attention.takes(folded, keys, values):
+        return _attend_folded(query, keys, values, rows, span, scaling)
+    if (span, shared) not in rows.seen:
+        lows = [
+            max(0, token + 1 - span.window - span.first) if span.window else 0 for token in range(span.start, span.end)
+        ]
+        highs = [token + 1 - span.first for token in range(span.start, span.end)]
+        rows.seen[span, shared] = row_attention.seen(lows * shared, highs * shared)
+    out = row_attention.attend(folded, keys, values, rows.seen[span, shared], scaling)
+    return out.reshape(1, query_heads, count, -1)
 
 
 def _attend_folded(

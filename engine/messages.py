@@ -136,6 +136,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     capture_in_two_passes  1 on a CPU where it can't, whatever it is that `capture_by` says of it
     restore_by    how rows get back onto it: `scatter`, or `copy` with the reason
     decode_graph  on a GPU `on`, or why decode steps are launched one operation at a time
+    attention_by  on a CPU, why the kernel for few rows over a long context can't be used where it should be
+    attention_by_kernel  1 while it is used
     """
 
     running: int = 0
@@ -168,6 +170,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     windows_lost: int = 0
     capture_by_handlers: int = 0
     capture_in_two_passes: int = 0
+    attention_by_kernel: int = 0
     decode_graphs: int = 0
     decode_graph_steps: int = 0
     restore_by_handlers: int = 0
@@ -180,6 +183,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     capture_by: str = ""
     restore_by: str = ""
     decode_graph: str = ""
+    attention_by: str = ""
 
 
 class TenantStats(msgspec.Struct, frozen=True):

@@ -225,6 +225,7 @@ def _know_model(model_dir: Path) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from engine import row_attention
     from engine.grammar import warm
     from engine.lean_transformers import lean
     from engine.model import declared_tokens
@@ -233,9 +234,17 @@ def _know_model(model_dir: Path) -> None:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         with lean():
             MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        row_attention.make_ready(_row_sizes(config.get_text_config()))
         warm(model_dir, *declared_tokens(model_dir, config))
     except Exception as error:  # the engine itself will say what is wrong with the model, with the whole story
         log.warning("nursery.model_unknown", model_dir=str(model_dir), error=str(error))
+
+
+def _row_sizes(config: Any) -> list[tuple[int, int]]:
+    """Of the attention's keys and values, as far as the configuration tells."""
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return [(width, width)] if width else []
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -54,6 +54,7 @@ def engine_stats(engine: Engine) -> m.EngineStats:
     """Counters and gauges of this moment."""
     slots, counters, capture = engine.arena.slots, engine.counters, engine.capture
     resident = [slot for slot in slots if slot.length]
+    by_kernel, no_kernel = engine.cache.by_rows
     return m.EngineStats(
         running=len(engine.active),
         waiting=len(engine.waiting),
@@ -86,6 +87,7 @@ def engine_stats(engine: Engine) -> m.EngineStats:
         capture_by_handlers=int(capture.by_handlers) if capture else 0,
         capture_in_two_passes=int(capture.in_two_passes) if capture else 0,
         restore_by_handlers=int(capture.restore_by == "scatter") if capture else 0,
+        attention_by_kernel=int(by_kernel),
         decode_graphs=engine.graphs.recorded,
         decode_graph_steps=engine.graphs.replayed,
         prefill_tokens_per_s=engine.speeds.prefill_tokens_per_s,
@@ -97,4 +99,5 @@ def engine_stats(engine: Engine) -> m.EngineStats:
         capture_by=capture.by if capture else "",
         restore_by=capture.restore_by if capture else "",
         decode_graph=engine.graphs.state,
+        attention_by=f"torch: {no_kernel}" if no_kernel else "",
     )

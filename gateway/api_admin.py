@@ -183,6 +183,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
         "context_tokens": hello.context_tokens if hello else None,
         "capture_by": engine.stats.capture_by or None,
         "restore_by": engine.stats.restore_by or None,
+        "attention_by": engine.stats.attention_by or None,
         "decode_graph": engine.stats.decode_graph or None,
         "sessions": sorted({held.session for held in engine.residents.values() if held.session}),
         "streams": streams,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,25 +22,10 @@ ORPHANS_END_S = 15 + 60  # an engine waits 15 s for a host agent, and looks once
 
 
 @pytest.fixture
-def manager() -> Iterator[socket.socket]:
-    """The socket on which a service manager listens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
-        listening.bind(f"\0concordia-test-{uuid.uuid4().hex}")
-        listening.settimeout(60.0)
-        yield listening
-
-
-def wait_until_told(manager: socket.socket, state: str) -> None:
-    while f"{state}\nWATCHDOG=1" not in manager.recv(4096).decode():
-        pass
-
-
-@pytest.fixture
-def own(tiny_model: Path, tmp_path: Path, manager: socket.socket) -> Iterator[System]:
+def own(tiny_model: Path, tmp_path: Path) -> Iterator[System]:
     """A system of one test's own, to be damaged at will."""
     settings = {"engine": harness.ONE_THREAD, "tiers": harness.SMALL_LANES, "gateway": {"drain_s": 120}}
-    environment = {"NOTIFY_SOCKET": manager.getsockname().decode().replace("\0", "@")}
-    system = System(tiny_model, tmp_path / "data", engines=2, settings=settings, environment=environment)
+    system = System(tiny_model, tmp_path / "data", engines=2, settings=settings)
     try:
         yield system.start()
     finally:
@@ -165,9 +148,8 @@ def test_tiny_second_serve_is_refused_and_harms_nothing(tiny: System) -> None:
     assert answers(tiny)
 
 
-def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System, manager: socket.socket) -> None:
+def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System) -> None:
     """Its terminal is closed in mid-answer: the answer is finished first; then no process, and no socket, is left."""
-    wait_until_told(manager, "READY=1")
     assert answers(own)
     place = ("--port", str(own.port))
     shown = json.loads(concordia(own, "status", "--json", *place).stdout)
@@ -179,7 +161,6 @@ def test_commands_beside_a_running_system_and_after_its_graceful_end(own: System
     closed = signal.SIGTERM if ignored else signal.SIGHUP
     end = harness.after(5, lambda answer: os.kill(own.pid("serve"), closed))
     harness.assert_whole(own.stream(harness.CHAT, body, watch=end))
-    wait_until_told(manager, "STOPPING=1")
     assert own.serve is not None
     assert own.serve.wait(120) == 0, own.log_tail()  # a second signal would kill what the first waits for
     assert own.stop() == 0
