@@ -23,7 +23,6 @@ import structlog
 
 from engine import pid_file
 from ops.errors import AlreadyRunning, ModelError, OpsError
-from ops.service import SOCKET_VARIABLE
 from tiers.keys import FILE_VARIABLE, KEYS_VARIABLE
 from tiers.lock import is_named
 
@@ -179,14 +178,11 @@ async def start_child(command: ChildCommand) -> asyncio.subprocess.Process:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of a child: of our own settings (which have been read, and travel as JSON) only the tenants' keys.
-
-    No progress bars, and nothing that the service manager wants to hear of `serve` alone.
-    """
+    """Environment of a child: of our own settings (which have been read, and travel as JSON) only the tenants' keys, no progress bars."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name != SOCKET_VARIABLE and (not name.startswith("CONCORDIA_") or name in (KEYS_VARIABLE, FILE_VARIABLE))
+        if not name.startswith("CONCORDIA_") or name in (KEYS_VARIABLE, FILE_VARIABLE)
     }
     return kept | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from engine import pid_file
-from ops import cuda_lane, running, service
+from ops import cuda_lane, running
 from ops.client import base_url
 from ops.config import Config
 from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError, StateRefused
@@ -90,7 +90,6 @@ class Supervisor:
             beside = [
                 asyncio.create_task(self._keep(lock)),
                 asyncio.create_task(beat_for_ever(self._paths.beat("serve"))),
-                asyncio.create_task(service.keep_told(self._state)),
             ]
             try:
                 await self._run_children()
@@ -102,10 +101,6 @@ class Supervisor:
             running.forget(self._paths)
             self._paths.pid_file("serve").unlink(missing_ok=True)
             lock.release()
-
-    def _state(self) -> str:
-        """For the service manager."""
-        return service.STOPPING if self._stopping.is_set() else service.READY if self._host.proved else ""
 
     async def _keep(self, lock: FileLock) -> None:
         """Whoever deletes the data directory leaves the name of the lock free."""
