@@ -27,7 +27,8 @@ from tiers import keeper_client
 from tiers.errors import BadFile, OtherFormat, StoreFailed
 from tiers.lock import hold, is_held
 from tiers.paths import Paths
-from tiers.store_file import opening
+from tiers.store_file import hint_of, opening
+from tiers.whole_file import refuse_short
 
 FORMAT = "concordia-backup"
 VERSION = 1
@@ -133,7 +134,10 @@ def _fill(
             _have_copied(paths, draft / name, limit_mb_s, partial(progress, name))
         else:
             (draft / name).mkdir(mode=0o700)
-            copy_lmdb(source, draft / name, map_bytes=map_bytes, progress=partial(progress, name), rate=rate)
+            copy_lmdb(
+                source, draft / name, map_bytes=map_bytes, is_store=name == "store", progress=partial(progress, name),
+                rate=rate,
+            )  # fmt: skip
     _copy_journals(paths, draft, progress, rate)
     if (paths.data_dir / "adapters").exists():
         shutil.copytree(paths.data_dir / "adapters", draft / "adapters", ignore=shutil.ignore_patterns(".*"))
@@ -174,12 +178,15 @@ def copy_lmdb(
     target: Path,
     *,
     map_bytes: int,
+    is_store: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     rate: Rate | None = None,
 ) -> None:
     """Copy the LMDB in `source` into the empty directory `target`, of one snapshot, beside its writer. Raises StoreFailed, OSError.
 
     The snapshot keeps the pages that it sees for as long as the copy takes; a writer uses fresh ones meanwhile.
+
+    is_store  its file always has its full length, so that a shorter one was cut: who reads it may die of it
     """
     failed: list[lmdb.Error] = []
     reading, writing = os.pipe()
@@ -189,7 +196,16 @@ def copy_lmdb(
     except lmdb.Error as error:
         os.close(reading)
         os.close(writing)
-        raise StoreFailed("a database can't be opened", where=str(source), cause=str(error)) from error
+        hint = hint_of(error)
+        raise StoreFailed("a database can't be opened", where=str(source), cause=str(error), hint=hint) from error
+    if is_store:
+        try:
+            refuse_short(environment, source)
+        except StoreFailed:
+            environment.close()
+            os.close(reading)
+            os.close(writing)
+            raise
     used = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
     def work() -> None:
@@ -216,7 +232,10 @@ def copy_lmdb(
         thread.join()
         environment.close()
     if failed:
-        raise StoreFailed("a database can't be copied", where=str(source), cause=str(failed[0])) from failed[0]
+        hint = hint_of(failed[0])
+        raise StoreFailed("a database can't be copied", where=str(source), cause=str(failed[0]), hint=hint) from failed[
+            0
+        ]
 
 
 def _copy_journals(paths: Paths, draft: Path, progress: Progress, rate: Rate) -> None:

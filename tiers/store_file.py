@@ -23,6 +23,8 @@ from tiers.errors import NoRoom, StoreFailed
 log = structlog.get_logger()
 
 LOCK_BYTES = 8192  # of LMDB's lock file
+DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.BadTxnError)
+DAMAGED_HINT = "Its file is damaged: stop `concordia serve` and run `concordia repair`, which saves what can be read, or restore a backup"
 FREE_DISK_RESERVE_BYTES = 64 << 20  # below this nothing is put, so that deletes still find room
 
 
@@ -34,7 +36,12 @@ def translated(path: Path) -> Iterator[None]:
     except lmdb.MapFullError as error:
         raise StoreFailed("the store's map is full", where=str(path), cause="store_map_bytes is used up") from error
     except lmdb.Error as error:
-        raise StoreFailed("the store can't be used", where=str(path), cause=str(error)) from error
+        raise StoreFailed("the store can't be used", where=str(path), cause=str(error), hint=hint_of(error)) from error
+
+
+def hint_of(error: lmdb.Error) -> str | None:
+    """What to do where pages of the file are damaged; None: what StoreFailed says."""
+    return DAMAGED_HINT if isinstance(error, DAMAGED) else None
 
 
 def reach(failpoint: str) -> None:

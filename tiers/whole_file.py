@@ -26,8 +26,9 @@ def refuse_short(env: Any, path: Path) -> None:
     """Raise StoreFailed if the file is short."""
     missing = missing_bytes(env, path)
     if missing:
-        cause = f"{missing} bytes are missing at its end; `concordia repair` keeps what can be read"
-        raise StoreFailed("the store's file is cut short", where=str(path), cause=cause)
+        cause = f"{missing} bytes are missing at its end"
+        hint = "Stop `concordia serve` and run `concordia repair`, which keeps what can be read, or restore a backup"
+        raise StoreFailed("the store's file is cut short", where=str(path), cause=cause, hint=hint)
 
 
 def extend(env: Any, path: Path) -> None:

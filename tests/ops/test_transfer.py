@@ -490,6 +490,17 @@ def test_a_restore_that_is_interrupted_while_its_parts_are_moved_in_goes_on(
     assert kept == ["data.mdb"], "what was there is kept once, and what was restored isn't beside it"
 
 
+def test_a_store_that_was_cut_is_not_backed_up_and_what_helps_is_said(place: Place, tmp_path: Path) -> None:
+    place.session("chat", TOKENS)
+    file = place.paths.store / "data.mdb"
+    good = file.read_bytes()
+    file.write_bytes(good[: len(good) * 2 // 3])
+    assert "concordia repair" in place.refused(1, "backup", str(tmp_path / "backup"))
+    assert "concordia repair" in place.refused(1, "export", "chat", "-o", str(tmp_path / "f"))
+    file.write_bytes(good)
+    place.json("backup", str(tmp_path / "backup"))
+
+
 def test_a_backup_that_was_interrupted_is_no_backup(place: Place, tmp_path: Path) -> None:
     place.session("chat", TOKENS)
     (tmp_path / "backup.part" / "store").mkdir(parents=True)
