@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -175,12 +176,15 @@ def _run(
 def _compile() -> _Call:
     import llvmlite.binding as llvm  # here: only engines whose models have such layers need it
 
+    features = llvm.get_host_cpu_features()
+    if platform.machine() == "x86_64" and not features.get("fma"):
+        raise RuntimeError("this processor has no fused multiply-add")  # LLVM would call a function for each
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(row_kernel.text())
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
     )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import random
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,3 +124,10 @@ def test_without_the_kernel_torch_does_it_and_that_is_said(
     finally:
         monkeypatch.undo()
         row_attention._kernel.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86 only some have it")
+def test_a_processor_that_multiplies_and_adds_apart_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.FeatureMap({"avx": True}))
+    with pytest.raises(RuntimeError, match="fused"):
+        row_attention._compile()
