@@ -26,6 +26,7 @@ from tiers.layout import RootId, chain_root
 from tiers.pages import start_writing
 from tiers.settings import Durability
 from tiers.store_file import (
+    DAMAGED,
     boot_id,
     check_disk,
     create,
@@ -223,10 +224,12 @@ class Store:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
+        """What the disk has failed at; not damaged pages, or a map without room: nothing was written then."""
         try:
             yield
         except StoreFailed as error:
-            self._failure = error.reason
+            if not isinstance(error.__cause__, (*DAMAGED, lmdb.MapFullError)):
+                self._failure = error.reason
             raise
 
     def _check_room(self) -> None:
