@@ -36,7 +36,7 @@ from tiers.store_file import allocate_lock, opening
 log = structlog.get_logger()
 
 STREAMS_KEPT = 100  # ids of the latest streams of a session
-LOOK_S = 1.0  # until it is noticed that the file was deleted
+LOOK_S = 1.0  # until it is noticed that the file was deleted, or that there is room again
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
@@ -95,6 +95,9 @@ class SessionTable:
         self._records = {record.session: record for record in self._load()}
         self._work: queue.SimpleQueue[list[Change] | Callable[[], None] | None] = queue.SimpleQueue()
         self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
+        self._refused: dict[
+            tuple[str, bytes], Change
+        ] = {}  # of the thread: what the disk did not take, the latest of each key
         self._list_of: dict[str, str] = {}  # by session: the stream that its list is of
         self._live_durable: dict[str, int] = {}  # by stream that has not ended: how much of its list is on disk
         self._borrowers = Counter(record.list_id for record in self._records.values() if record.list_id)
@@ -339,14 +342,22 @@ class SessionTable:
         return group
 
     def _write(self, changes: list[Change]) -> None:
-        if not changes:
+        """Changes, and before them those that the disk has refused until now."""
+        wanted = self._refused | {(change.database, change.key): change for change in changes}
+        if not wanted:
             return
         try:
-            self._file.write([change[:3] for change in changes])
+            self._file.write([change[:3] for change in wanted.values()])
         except lmdb.Error as error:
-            log.error("sessions.write_failed", error=str(error), hint="sessions go on from memory; free disk space")
+            if not self._refused:  # once a trouble
+                hint = "sessions go on from memory, and it is tried again every second; free disk space"
+                log.error("sessions.write_failed", error=str(error), hint=hint)
+            self._refused = wanted
             return
-        for change in changes:
+        if self._refused:
+            log.info("sessions.written_late", values=len(wanted))
+        self._refused = {}
+        for change in wanted.values():
             if change.waiting is not None and self._tokens_waiting.get(change.waiting[0]) is change.waiting[1]:
                 self._tokens_waiting.pop(change.waiting[0], None)
 

@@ -26,6 +26,7 @@ log = structlog.get_logger()
 DATABASES = ("records", "tokens")
 MAP_BYTES = 1 << 36  # sparse
 GROUP_BYTES = 16 << 20  # of one commit of a copy
+CLOSED = -1, -1  # in place of the inodes of an open file
 
 Change = tuple[str, bytes, bytes | None]  # database, key, value; None: delete it
 Changed = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
@@ -48,6 +49,7 @@ class TableFile:
             self._open()
 
     def _open(self) -> None:
+        self._files = CLOSED  # until it is open
         allocate_lock(self._directory)
         self._environment = lmdb.open(str(self._directory), map_size=MAP_BYTES, max_dbs=len(DATABASES), mode=0o600)
         self._databases = {name: self._environment.open_db(name.encode()) for name in DATABASES}
@@ -82,7 +84,7 @@ class TableFile:
         found = self._found()
         if found == self._files:
             return
-        if found[0] == self._files[0]:
+        if found[0] == self._files[0] or self._files == CLOSED:
             self._reopen()  # with a lock file again: a reader without one isn't heard of
             return
         metrics.files_deleted.labels("sessions").inc()
@@ -135,6 +137,7 @@ class TableFile:
         """The old lock file goes first: it says which root of its data file is the newest. Nobody opens the file in between."""
         with opening(self._directory, fcntl.LOCK_EX):
             (self._directory / "lock.mdb").unlink(missing_ok=True)
+            allocate_lock(self._directory)  # where there is no room for it the old file stays open
             os.rename(draft / "data.mdb", self._directory / "data.mdb")
             sync_file(self._directory)
             with self._lock:
@@ -142,9 +145,18 @@ class TableFile:
                 self._open()
 
     def _reopen(self) -> None:
-        with opening(self._directory, fcntl.LOCK_EX), self._lock:
-            self._environment.close()
-            self._open()
+        try:
+            with opening(self._directory, fcntl.LOCK_EX), self._lock:
+                allocate_lock(self._directory)
+                self._environment.close()
+                self._open()
+        except (OSError, lmdb.Error) as error:
+            log.error(
+                "sessions.not_reopened",
+                path=str(self._directory),
+                error=str(error),
+                hint="free some room; it is tried again",
+            )
 
 
 def _put(transaction: Any, database: Any, key: bytes, value: bytes | None) -> None:

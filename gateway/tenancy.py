@@ -20,6 +20,7 @@ from gateway.settings import TenantAccess
 DEFAULT = "default"
 SCOPE = "~"
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")  # of those that have a key
+TENANT_BYTES = 256  # with a session's name still a key that LMDB takes
 _SCOPED = re.compile(r"[^~/\x00-\x1f\x7f]{1,128}")  # of those that an import or the engine protocol may have named
 
 
@@ -43,7 +44,7 @@ class Caller:
         if not self.operator:
             return whole_name(self.namespace, check_session_id(text))
         tenant, scope, own = text.rpartition(SCOPE)
-        if scope and not _SCOPED.fullmatch(tenant):
+        if scope and (not _SCOPED.fullmatch(tenant) or len(tenant.encode()) > TENANT_BYTES):
             raise bad_request("session_id: expected NAME or, with the operator's key, TENANT~NAME", "session_id")
         return whole_name(tenant, check_session_id(own)) if scope else check_session_id(own)
 

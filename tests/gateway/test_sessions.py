@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lmdb
 import pytest
 from structlog.testing import capture_logs
 
 from engine.messages import pack_tokens
+from gateway import table_file
 from gateway.sessions import SessionFile, SessionRecord, SessionTable
 from gateway.table_file import TableFile
 
@@ -156,3 +158,66 @@ def test_a_table_that_the_disk_refuses_goes_on_and_is_written_later(
     again = TableFile(tmp_path / "sessions")
     assert list(again.items("tokens")) == [(b"a", b"1"), (b"b", b"2")]
     again.close()
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["lock.mdb", "data.mdb"])
+def test_a_table_without_room_for_its_lock_file_is_read_and_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = TableFile(tmp_path)
+    file.write([("tokens", b"a", b"1")])
+    (tmp_path / name).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(table_file, "allocate_lock", no_room)
+        file.look()
+        assert file.read("tokens", b"a") == (b"a", b"1")
+    file.look()
+    file.write([("tokens", b"b", b"2")])
+    file.close()
+    again = TableFile(tmp_path)
+    assert list(again.items("tokens")) == [(b"a", b"1"), (b"b", b"2")]
+    again.close()
+
+
+def test_a_table_that_could_not_be_opened_again_is_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TableFile(tmp_path)
+    file.write([("tokens", b"a", b"1")])
+    (tmp_path / "lock.mdb").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(table_file.lmdb, "open", no_room)
+        file.look()
+    file.look()
+    assert file.read("tokens", b"a") == (b"a", b"1")
+    file.close()
+
+
+async def test_what_the_disk_refused_is_written_when_it_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that was made meanwhile is there after a kill, and one that was deleted is gone."""
+    monkeypatch.setattr("gateway.sessions.LOOK_S", 0.01)
+    table = SessionTable(tmp_path)
+    for name in ("a", "b"):
+        table.adopt(SessionRecord(name, 1.0, 1.0, token_count=1), pack_tokens([1]))
+    assert await table.written(60)
+
+    def refuse(*_: object) -> None:
+        raise lmdb.DiskError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table._file, "write", refuse)
+        table.remove("a")
+        table.adopt(SessionRecord("b", 1.0, 1.0, token_count=2), pack_tokens([2, 2]))
+        table.adopt(SessionRecord("c", 1.0, 1.0, token_count=1), pack_tokens([3]))
+        assert await table.written(60)
+        assert table.tokens("c") == pack_tokens([3])
+    assert await table.written(60)
+    assert {key for key, _ in table._file.items("records")} == {b"b", b"c"}, "before anybody closes it"
+    table.close()
+    file = SessionFile(tmp_path)
+    assert [file.tokens(name) for name in ("b", "c")] == [pack_tokens([2, 2]), pack_tokens([3])]
+    file.close()

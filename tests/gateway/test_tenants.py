@@ -221,6 +221,8 @@ async def test_an_imported_session_is_its_tenants(shared: World) -> None:
     body = {"record": record, "tokens": "BQAAAAYAAAA="}
     status, _, answer = await shared.post("/admin/sessions/s", body)
     assert status == 400 and "TENANT~NAME" in answer["error"]["message"]
+    status, _, _ = await shared.post(f"/admin/sessions/{'€' * 128}~s", {**body, "check": True})
+    assert status == 400, "the table of sessions takes no name that long"
     status, _, answer = await shared.post("/admin/sessions/acme~s", {**body, "check": True})
     assert (status, answer["would_take"]) == (200, True)
     assert (await refusal(shared, "GET", "/v1/sessions/s", ACME))[0] == 404, "it was only asked"
