@@ -68,9 +68,12 @@ class AdapterTable:
 
     def look_for_files(self) -> None:
         """What was deleted under this process is written anew. On a thread: they may be large."""
-        lost = [digest for digest in list(self._held) if not self._is_whole(digest)]
-        if not lost and (self._index.exists() or not self.names):
-            return
+        try:
+            lost = [digest for digest in list(self._held) if not self._is_whole(digest)]
+            if not lost and (self._index.exists() or not self.names):
+                return
+        except OSError:
+            return  # nobody knows; asked again
         metrics.files_deleted.labels("adapters").inc()
         log.error(
             "adapter.files_gone", path=str(self._directory), hint="they were deleted or moved, and are written anew"
@@ -134,7 +137,10 @@ class AdapterTable:
     def _write(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         temporary = self._index.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(self.names))
+        with open(temporary, "wb") as file:  # a loss of power leaves the old one or this one
+            file.write(msgspec.json.encode(self.names))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self._index)
 
 

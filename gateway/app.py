@@ -14,8 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 import uvloop
 from aiohttp import web
@@ -154,7 +156,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     dispatcher = Dispatcher(config.gateway, table, identity, host.suspect, host.settled, tasks.spawn)
     host.on_news = dispatcher.on_host_news
     groups = GroupTable(config.paths.journal_dir, table, journals.written, sealing)
-    adapters = AdapterTable(config.paths.data_dir / "adapters")
+    adapters = _adapters(config.paths.data_dir / "adapters")
     dispatcher.adapter_directory = adapters.directory
     _name_adapters(config, adapters)
 
@@ -222,6 +224,15 @@ def _sealing() -> Sealing:
         return Sealing(Keyring.from_environment())
     except BadKeys as error:
         raise Refused(str(error)) from error
+
+
+def _adapters(directory: Path) -> AdapterTable:
+    """Raises Refused."""
+    try:
+        return AdapterTable(directory)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "restore it from a backup; or delete it, and load the adapters again"
+        raise Refused(f"{directory / 'index.json'} can't be read: {error}; {hint}") from error
 
 
 def _name_adapters(config: GatewayConfig, adapters: AdapterTable) -> None:

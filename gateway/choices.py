@@ -21,7 +21,17 @@ import structlog
 from gateway import journal as j
 from gateway.sealing import Seal, Sealing
 from gateway.sse import EventForm
-from gateway.streams import Reader, Stream, StreamTable, seal_late, write_anew_if_lost
+from gateway.streams import (
+    Reader,
+    Stream,
+    StreamTable,
+    expired,
+    not_deleted,
+    seal_late,
+    unlink_all,
+    unreadable,
+    write_anew_if_lost,
+)
 from gateway.tenancy import own_name
 from tiers.keys import Locked
 
@@ -205,9 +215,12 @@ class GroupTable:
     def load(self) -> None:
         """Groups of an earlier process that have not ended, once the table has read its live streams back."""
         for path in sorted(self._directory.glob("*.group")):
-            seal_late(path, self._sealing, self._namespace_of)
-            if not j.is_closed(path):
-                self._load_one(path)
+            try:
+                seal_late(path, self._sealing, self._namespace_of)
+                if not j.is_closed(path):
+                    self._load_one(path)
+            except OSError as error:
+                unreadable(path, error)
 
     def _load_one(self, path: Path) -> None:
         try:
@@ -255,11 +268,10 @@ class GroupTable:
             group.sync()
 
     def forget(self, group_ids: list[str]) -> None:
-        """Delete the journals of ended groups."""
+        """Delete the journals of ended groups. Raises OSError (some are still there)."""
         for group_id in group_ids:
             _let_go(self._recent.pop(group_id, None))
-            if group_id not in self.live:
-                self._path(group_id).unlink(missing_ok=True)
+        unlink_all([self._path(group_id) for group_id in group_ids if group_id not in self.live])
 
     def look_for_files(self) -> None:
         """Journals that were deleted, of groups in memory, are written anew."""
@@ -280,8 +292,10 @@ class GroupTable:
         for group in (*self.live.values(), *self._recent.values()):
             if group.journal is not None and group.journal.backlog_bytes:
                 group.journal.flush()
-        before = time.time() - retention_s
-        self.forget([path.stem for path in self._directory.glob("*.group") if path.stat().st_mtime < before])
+        try:
+            self.forget([path.stem for path in expired(self._directory, "*.group", time.time() - retention_s)])
+        except OSError as error:
+            not_deleted(error)
 
     def close(self) -> None:
         """Let go of all files; live groups go on in the next process."""
@@ -303,8 +317,10 @@ class GroupTable:
 
     def _remember(self, group: Group) -> Group:
         self._recent[group.id] = group
-        while len(self._recent) > RECENT_COUNT:
-            _let_go(self._recent.popitem(last=False)[1])
+        for old in list(self._recent)[: max(0, len(self._recent) - RECENT_COUNT)]:
+            journal = self._recent[old].journal
+            if journal is None or not journal.backlog_bytes:  # else it is still to be written
+                _let_go(self._recent.pop(old))
         return group
 
     def _path(self, group_id: str) -> Path:

@@ -146,6 +146,8 @@ class Durability:
             async with asyncio.timeout(TURN_WAIT_S):
                 if not await self.journals.sync([stream.journal.path] if stream.journal else []):
                     trouble = "its journal can't be synced"
+                if stream.journal is not None and stream.journal.trouble:
+                    trouble = f"its journal can't be written: {stream.journal.trouble}"
                 await keeper_client.adrain(self._socket, sync=True, timeout_s=TURN_WAIT_S)
         except (TierError, TimeoutError) as error:
             trouble = trouble or str(error) or f"not within {TURN_WAIT_S:g} s"

@@ -340,12 +340,12 @@ class StreamTable:
     def load_live(self) -> list[Stream]:
         """Streams of an earlier process that have no end yet. Called once, before serving."""
         streams = []
-        _unlink_all(list(self._directory.glob(f"*{j.DRAFT}")))
-        changed = {path: path.stat().st_mtime for path in sorted(self._directory.glob("*.journal"))}
+        _delete_what_can_be(list(self._directory.glob(f"*{j.DRAFT}")))
+        changed = {path: _changed_at(path) for path in sorted(self._directory.glob("*.journal"))}
         # A loss of power may have taken a page before the mark of the end, of those that were written last.
         unsure_since = max(changed.values(), default=0.0) - UNSURE_S
         for path, at in changed.items():
-            if at >= unsure_since or not j.is_closed(path):
+            if at >= unsure_since or not _is_closed(path):
                 self._seal_late(path)
                 stream = self._read(path)
                 if stream is not None and stream.end is None:
@@ -399,14 +399,14 @@ class StreamTable:
         return seal_late(path, self._sealing, lambda path: self.namespace_of(path.stem))
 
     async def forget(self, stream_ids: list[str]) -> None:
-        """Delete finished streams and their journals."""
+        """Delete finished streams and their journals. Raises OSError (some are still there)."""
         for stream_id in stream_ids:
             stream = self._recent.pop(stream_id, None)
             if stream is not None:
                 self._let_go(stream)
         paths = [self._path(stream_id) for stream_id in stream_ids if stream_id not in self.live]
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, _unlink_all, paths)
+        await loop.run_in_executor(self._thread, unlink_all, paths)
 
     async def sweep(self, retention_s: float) -> None:
         """Retry what the disk refused; delete journals of streams that ended too long ago."""
@@ -418,8 +418,11 @@ class StreamTable:
             self._unwritten.discard(stream)
             self._let_go(stream)
         loop = asyncio.get_running_loop()
-        old = await loop.run_in_executor(self._thread, _expired, self._directory, time.time() - retention_s)
-        await self.forget([path.stem for path in old if path.stem not in self.live])
+        old = await loop.run_in_executor(self._thread, expired, self._directory, "*.journal", time.time() - retention_s)
+        try:
+            await self.forget([path.stem for path in old if path.stem not in self.live])
+        except OSError as error:
+            not_deleted(error)
 
     def close(self) -> None:
         """Let go of all files; live streams go on in the next process."""
@@ -437,7 +440,7 @@ class StreamTable:
     def _remember(self, stream: Stream) -> Stream:
         self._recent[stream.id] = stream
         for old in list(self._recent)[: max(0, len(self._recent) - RECENT_COUNT)]:
-            if not self._recent[old].readers:
+            if not self._recent[old].readers and self._recent[old] not in self._unwritten:
                 self._let_go(self._recent.pop(old))
         return stream
 
@@ -447,19 +450,20 @@ class StreamTable:
             stream.journal.release()
 
     def _read(self, path: Path) -> Stream | None:
-        """Fold a journal. Without a whole first record nothing was ever promised: the file is dropped."""
+        """Fold a journal. Without a whole first record nothing was ever promised: the file is dropped. None if the disk can't read it."""
         try:
-            data = path.read_bytes()
+            return self._fold(path, path.read_bytes())
         except FileNotFoundError:
             return None
-        try:
-            return self._fold(path, data)
+        except OSError as error:
+            unreadable(path, error)
+            return None
         except Locked as error:  # it stays as it is: the key may come back
             log.error("resume.journal_locked", path=str(path), error=str(error))
             return None
 
     def _fold(self, path: Path, data: bytes) -> Stream | None:
-        """Raises Locked."""
+        """Raises Locked, OSError."""
         records = j.read_records(data, self._sealing.opens_journal(path.stem))
         first = next(records, None)
         if first is None or not isinstance(first[0], j.StreamSpec):
@@ -476,8 +480,10 @@ class StreamTable:
             log.warning("resume.journal_torn", stream=stream.id, good_bytes=good, bytes=len(data))
         if stream.end is None:
             stream.journal = j.Journal(path, good_bytes=good, written=self._written, seal=seal)
-        elif good == len(data):  # killed before the mark of the end
-            j.Journal(path, good_bytes=good, written=self._written).close()
+        elif data[good:] != j.CLOSED:  # killed before the mark of the end, or in the midst of it
+            journal = j.Journal(path, good_bytes=good, written=self._written)
+            journal.close()
+            journal.release()
         return stream
 
 
@@ -509,17 +515,57 @@ def write_anew_if_lost(journals: Iterable[j.Journal]) -> None:
         )  # fmt: skip
 
 
-def _expired(directory: Path, before: float) -> list[Path]:
-    expired = []
-    for path in directory.glob("*.journal"):
+def expired(directory: Path, pattern: str, before: float) -> list[Path]:
+    """Journals of what has ended, last changed before that time. What isn't marked as ended stays: its key may come back."""
+    found = []
+    for path in directory.glob(pattern):
         try:
             if path.stat().st_mtime < before and j.is_closed(path):
-                expired.append(path)
-        except FileNotFoundError:
+                found.append(path)
+        except OSError:
             continue
-    return expired
+    return found
 
 
-def _unlink_all(paths: list[Path]) -> None:
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # whoever reads it says why
+
+
+def _is_closed(path: Path) -> bool:
+    try:
+        return j.is_closed(path)
+    except OSError:
+        return False  # the same
+
+
+def unreadable(path: Path, error: OSError) -> None:
+    """A journal is passed over: one bad sector doesn't keep all others from being served."""
+    hint = "it stays as it is; look at the disk, or restore it from a backup and restart"
+    log.error("resume.journal_unreadable", path=str(path), error=str(error), hint=hint)
+
+
+def not_deleted(error: OSError) -> None:
+    """Journals that are kept longer than asked for."""
+    log.warning("deliver.not_deleted", error=str(error), hint="it is tried again every few seconds")
+
+
+def _delete_what_can_be(paths: list[Path]) -> None:
+    try:
+        unlink_all(paths)
+    except OSError as error:
+        not_deleted(error)
+
+
+def unlink_all(paths: list[Path]) -> None:
+    """Delete what can be. Raises OSError (the last of those that were met)."""
+    refused = None
     for path in paths:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            refused = error
+    if refused is not None:
+        raise refused

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.adapters import AdapterTable, parse_setting
+from gateway.app import Refused, _adapters
 from tests.gateway.conftest import World, chat
 
 
@@ -161,3 +162,9 @@ def test_two_who_bring_the_same_files_at_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "copyfile", while_another_one_does)
     digest = table.keep(source)
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == [digest]
+
+
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_bytes(b"")
+    with pytest.raises(Refused, match=r"index\.json.*backup"):
+        _adapters(tmp_path)

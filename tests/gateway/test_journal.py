@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from engine.messages import Sampling, TokenLogprobs, pack_tokens
 from gateway import journal as j
+from gateway.choices import GroupTable
 from gateway.durability import Durability
 from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
@@ -278,3 +279,118 @@ def test_stream_id_is_taken_with_or_without_the_prefix_of_an_answer() -> None:
     )
     for bad in ("../x", "", stream_id.upper() + "x", stream_id[:-1]):
         assert parse_stream_id(bad) is None
+
+
+def ended_stream(directory: Path) -> Path:
+    table = StreamTable(directory, TokenIdText())
+    stream = table.open(spec(new_stream_id()))
+    stream.record(j.Tokens(2, pack_tokens([12]), "length"))
+    stream.record(j.End("length", "length", 1.0))
+    table.retire(stream)
+    table.close()
+    return directory / f"{stream.id}.journal"
+
+
+@pytest.mark.parametrize("missing", [1, 15])
+def test_a_mark_of_the_end_that_is_torn_is_made_whole(tmp_path: Path, missing: int) -> None:
+    """Else the journal would be read at every start, and never expire."""
+    path = ended_stream(tmp_path)
+    path.write_bytes(path.read_bytes()[:-missing])
+    table = StreamTable(tmp_path, TokenIdText())
+    assert table.load_live() == [] and j.is_closed(path)
+    table.close()
+
+
+async def test_a_journal_that_cannot_be_read_keeps_nobody_from_being_served(tmp_path: Path) -> None:
+    whole = ended_stream(tmp_path)
+    table = StreamTable(tmp_path, TokenIdText())
+    live = table.open(spec(new_stream_id()))
+    table.close()
+    for suffix in ("journal", "group"):
+        (tmp_path / f"{'a' * 24}.{suffix}").mkdir()  # reading it is an OSError, as on a bad sector
+        (tmp_path / f"{'b' * 24}.{suffix}").symlink_to("nowhere")
+    again = StreamTable(tmp_path, TokenIdText())
+    with capture_logs() as logs:
+        assert [stream.id for stream in again.load_live()] == [live.id]
+        groups = GroupTable(tmp_path, again)
+        groups.load()
+    assert {entry["event"] for entry in logs} == {"resume.journal_unreadable"}
+    assert await again.fetch(whole.stem) is not None and await again.fetch("a" * 24) is None
+    await again.sweep(-10)
+    groups.sweep(-10)
+    assert not whole.exists()
+    again.close()
+
+
+async def test_a_disk_that_deletes_nothing_ends_no_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [ended_stream(tmp_path) for _ in range(2)]
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == paths[0]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    table = StreamTable(tmp_path, TokenIdText())
+    with capture_logs() as logs:
+        await table.sweep(-10)
+    assert [entry["event"] for entry in logs] == ["deliver.not_deleted"]
+    assert [path.exists() for path in paths] == [True, False]
+    with pytest.raises(OSError, match="Read-only"):
+        await table.forget([paths[0].stem])  # whoever asked for it is told
+    table.close()
+
+
+async def test_what_the_disk_refused_is_remembered_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many streams and groups end meanwhile."""
+    monkeypatch.setattr("gateway.streams.RECENT_COUNT", 2)
+    monkeypatch.setattr("gateway.choices.RECENT_COUNT", 2)
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    table = StreamTable(tmp_path, TokenIdText())
+    groups = GroupTable(tmp_path, table)
+    names = [new_stream_id() for _ in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        for name in names:
+            stream = table.open(spec(name))
+            group = groups.open(j.GroupSpec(name[::-1], [name], 1), [stream])
+            stream.record(j.Tokens(2, pack_tokens([12]), "length"))
+            stream.record(j.End("length", "length", 1.0))
+            table.retire(stream)
+            group.sync()
+        assert all([await table.fetch(name) for name in names])
+        assert all([await groups.fetch(name[::-1]) for name in names])
+    await table.sweep(1000)
+    groups.sweep(1000)
+    assert all(j.is_closed(path) for path in tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 10
+    groups.close()
+    table.close()
+
+
+async def test_an_answer_whose_journal_waits_in_memory_is_not_said_to_be_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sync = JournalSync(tmp_path / "journal", durability="turn")
+    table = StreamTable(tmp_path / "journal", TokenIdText(), sync.written)
+    sessions = SessionTable(tmp_path / "sessions")
+    durability = Durability(tmp_path / "keeper.sock", table, sessions, lambda: (), sync)
+    stream = table.open(spec(new_stream_id()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        stream.record(j.Tokens(2, pack_tokens([12]), "length"))
+        with capture_logs() as logs:
+            await durability.settle(stream)
+    (said,) = [entry["error"] for entry in logs if entry["event"] == "deliver.turn_unsynced"]
+    assert "No space left" in said
+    table.close()
+    sync.close()
+    sessions.close()

@@ -170,6 +170,25 @@ async def test_journals_written_before_there_was_a_key_are_sealed_when_the_gatew
     again.close()
 
 
+async def test_without_the_key_a_group_that_has_not_ended_is_never_swept(tmp_path: Path) -> None:
+    table = StreamTable(tmp_path, TokenIdText(), sealing=SEALED)
+    stream = table.open(spec(new_stream_id()))
+    GroupTable(tmp_path, table, sealing=SEALED).open(j.GroupSpec("f" * 24, [stream.id], 1), [stream])
+    table.close()
+    without = StreamTable(tmp_path, TokenIdText())
+    groups = GroupTable(tmp_path, without)
+    groups.load()
+    groups.sweep(-10)
+    without.close()
+    keyed = StreamTable(tmp_path, TokenIdText(), sealing=SEALED)
+    assert [back.id for back in keyed.load_live()] == [stream.id]
+    groups = GroupTable(tmp_path, keyed, sealing=SEALED)
+    groups.load()
+    assert list(groups.live) == ["f" * 24]
+    groups.close()
+    keyed.close()
+
+
 # ---------------------------------------------------------------- a gateway
 
 
