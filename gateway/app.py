@@ -101,8 +101,11 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
     try:
         await runner.setup()
         await _listen(config, runner)
-        streams = gateway.table.load_live()
+        ended: list[Stream] = []
+        streams = gateway.table.load_live(ended.append)
         gateway.groups.load()
+        for session in gateway.sessions.read_back([*ended, *streams]):
+            gateway.durability.doubt(session)
         gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
         tasks.spawn(heartbeat.beat_for_ever(config.paths.beat("gateway")))
         tasks.spawn(gateway.supervisors.run())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import math
 import queue
 import threading
 import time
@@ -188,6 +189,25 @@ class SessionTable:
             self._list_of[record.session] = stream.id
             self._give_back(record)
             self._put(record, pack_tokens(stream.tokens))
+
+    def read_back(self, streams: Sequence[Stream]) -> list[str]:
+        """Streams of a process that was killed: of what their journals tell, write what it had not written here yet.
+
+        Returns the sessions that it is of
+        """
+        found = []
+        for stream in sorted(streams, key=lambda stream: stream.end.ended if stream.end else math.inf):
+            session = stream.spec.session
+            record = self._records.get(session)
+            if session and (record is None or (stream.end is None and stream.id not in record.streams)):
+                self.begin_turn(stream, _other_choices(stream, streams))
+            elif record is None or not _ended_since(stream, record):
+                continue
+            if stream.end is not None:
+                self.end_turn(stream)
+            found.append(session)
+            log.info("sessions.read_back", session=session, stream=stream.id, ended=stream.end is not None)
+        return found
 
     def positions(self, stream: Stream) -> tuple[int, int]:
         """(captured, durable) of the list of a turn that has not ended."""
@@ -382,6 +402,17 @@ class SessionTable:
 
         if late and self._file.rewrite(sealed):
             log.info("sessions.sealed", values=len(late), reason="they were written before their tenant had a key")
+
+
+def _other_choices(stream: Stream, streams: Sequence[Stream]) -> list[str]:
+    group = stream.spec.group
+    others = [other for other in streams if group and other.spec.group == group and other is not stream]
+    return [other.id for other in sorted(others, key=lambda other: other.spec.choice)]
+
+
+def _ended_since(stream: Stream, record: SessionRecord) -> bool:
+    """A turn of the session has ended, and its record doesn't tell of it."""
+    return stream.end is not None and stream.id in record.streams and stream.end.ended > record.last_used
 
 
 def _owners(file: TableFile, sealing: Sealing) -> dict[str, dict[bytes, str]]:

@@ -337,8 +337,8 @@ class StreamTable:
         self.live.pop(stream.id, None)
         self._remember(stream)
 
-    def load_live(self) -> list[Stream]:
-        """Streams of an earlier process that have no end yet. Called once, before serving."""
+    def load_live(self, ended: Callable[[Stream], object] = lambda stream: None) -> list[Stream]:
+        """Streams of an earlier process that have no end yet. Called once, before serving. ended: told those that ended last."""
         streams = []
         _delete_what_can_be(list(self._directory.glob(f"*{j.DRAFT}")))
         changed = {path: _changed_at(path) for path in sorted(self._directory.glob("*.journal"))}
@@ -348,7 +348,9 @@ class StreamTable:
             if at >= unsure_since or not _is_closed(path):
                 self._seal_late(path)
                 stream = self._read(path)
-                if stream is not None and stream.end is None:
+                if stream is not None and stream.end is not None:
+                    ended(stream)
+                elif stream is not None:
                     assert stream.journal is not None, "it goes on"
                     stream.journal.hold()
                     stream.resumed = True

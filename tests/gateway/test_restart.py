@@ -6,10 +6,12 @@ import asyncio
 import json
 import time
 
+import lmdb
 import pytest
 
 from engine import messages as m
 from gateway import journal as j
+from gateway.table_file import Change, TableFile
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine, token_at
 
@@ -253,3 +255,51 @@ async def test_end_that_was_only_in_the_tokens_record_is_drawn_from_it(world: Wo
     assert json.loads(again.events[-2][1])["concordia"]["end"] == "length"
     tokens = (await world.get(f"/v1/streams/{sse.headers['X-Stream-Id']}?format=json"))["stream"]["tokens"]
     assert tokens == [token_at(7, 23 + k) for k in range(12)]
+
+
+async def test_a_session_is_what_its_journals_say_though_its_record_was_not_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the moment between a journal and the table of sessions: a turn ended, and a session began with two choices."""
+    engine, real, written, killed = world.engines[0], TableFile.write, set[bytes](), False
+
+    def write(file: TableFile, changes: list[Change]) -> None:
+        if killed:
+            raise lmdb.DiskError("killed before")
+        real(file, changes)
+        written.update(key for _, key, _ in changes)
+
+    async def is_written() -> bool:
+        return b"old" in written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFile, "write", write)
+        engine.allow(5)
+        task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(session_id="old")))
+        old = await world.until(lambda: delivered(world, 5))
+        await world.until(is_written)
+        killed = True
+        engine.allow(None)
+        await task
+        engine.budget = 0
+        task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(session_id="new", n=2)))
+        await world.until(lambda: delivered(world, 0, 2))
+        await world.kill_gateway()
+        await task
+    await world.start_gateway()
+    row = await world.get("/v1/sessions/old")
+    assert (row["turns"], row["tokens"], row["streams"]) == (1, 23 + 12, old), "of the turn that ended last"
+    row = await world.get("/v1/sessions/new")
+    assert (row["state"], row["turns"], len(row["live_streams"])) == ("live", 1, 2)
+    engine.allow(None)
+    await world.until(lambda: delivered(world, 0, 0))
+    assert (await world.get("/v1/sessions/new"))["tokens"] == 23 + 12
+    await world.kill_gateway()
+    await world.start_gateway()
+    assert [(r["id"], r["turns"]) for r in (await world.get("/v1/sessions"))["data"]] == [("new", 1), ("old", 1)]
+
+
+async def delivered(world: World, tokens: int, streams: int = 1) -> list[str] | bool:
+    live = (await world.get("/v1/streams"))["data"]
+    there = len(live) == streams and all(row["delivered_tokens"] >= tokens for row in live)
+    return there and ([row["id"] for row in live] or True)
