@@ -324,7 +324,7 @@ class Engine:
         """Stop sampling a stream. What it has computed stays resident, up to where the gateway says that its truth ends."""
         key = (cancel.stream, cancel.epoch)
         self._take_off_queue(key)
-        for sequence in self.active:
+        for sequence in list(self.active):
             if sequence.key == key and not sequence.finish:
                 self._truncate(sequence, cancel.keep_position)
                 sequence.finish = "cancelled"
@@ -354,12 +354,12 @@ class Engine:
     def _truncate(self, sequence: Sequence, position: int) -> None:
         slot = sequence.slot
         assert slot is not None, "an active sequence has a slot"
-        if sequence.restore is not None:
+        if sequence.restore is not None or not sequence.computed:  # nothing of it is worth a step
             sequence.restore = None
             self._drop(sequence)
             return
         if position < sequence.submit.prompt_count:
-            position = max(sequence.computed, 1)  # cancelled by the client: no more steps for it
+            position = sequence.computed  # cancelled by the client: no more steps for it
         del sequence.tokens[position:]
         sequence.computed = slot.length = min(sequence.computed, len(sequence.tokens))
         slot.stored = min(slot.stored, slot.length)

@@ -199,6 +199,18 @@ def test_streams_that_end_beside_others_leave_them_alone(start_engine: Start) ->
     assert engine.engine.stats().slots_in_use == 0
 
 
+def test_a_stream_cancelled_before_its_first_step_takes_none(start_engine: Start) -> None:
+    """Its prompt has a slot already, and waits for another one's chunks."""
+    engine = start_engine()
+    engine.handle(submit("s", random_tokens(27, 600), 8), submit("t", random_tokens(28, 600), 8))
+    engine.step()
+    assert [sequence.computed for sequence in engine.engine.active] == [256, 0]
+    engine.handle(m.Cancel("t", 1))
+    engine.run()
+    assert (len(engine.tokens("s")), engine.tokens("t")) == (8, [])
+    assert engine.engine.counters.prefill_tokens == 600
+
+
 def test_a_stop_string_cuts_the_state_where_the_truth_ends(start_engine: Start) -> None:
     prompt = random_tokens(30, 64)
     engine = start_engine()
