@@ -17,8 +17,8 @@ import structlog
 
 from engine import messages as m
 from engine.arena import Arena, Slot
-from engine.plan import Damage
-from engine.restore import Restore, Speeds, extension
+from engine.plan import Damage, Plan
+from engine.restore import Restore, Speeds, extension, jump
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
 
@@ -174,12 +174,10 @@ class Follower:
     def _restore(self, known: Followed, finder: PrefixFinder, busy: bool) -> None:
         slot, start = known.slot, known.slot.length
         goal = min(known.goal, start + BUSY_SLICE_TOKENS) if busy else known.goal
-        root = RootId(m.adapter_root(self.root, slot.adapter))
-        plan, damage = extension(self.arena, slot, goal), Damage()
-        restore = Restore(root, slot.namespace, slot.tokens[: known.count].copy(), self.block_tokens, plan, damage)
-        restore.slice(finder, self.arena, slot, self.speeds)
-        slot.stored, slot.filling = slot.length, False
-        gained = slot.length - start
+        restore = self._slice(known, extension(self.arena, slot, goal), finder)
+        if restore.without_window and slot.length == start:
+            restore = self._slice(known, jump(self.arena, slot, goal, known.goal), finder)
+        damage, gained = restore.damage, slot.length - start
         self.restored_tokens += gained
         known.caught_up = gained == 0 or not known.behind
         known.next_look = time.monotonic() + (0.0 if gained else known.look_s)
@@ -187,6 +185,19 @@ class Follower:
         if damage.reason:
             log.warning("follow.stopped", stream=known.stream, position=slot.length, reason=damage.reason)
             known.next_look += 1.0
+
+    def _slice(self, known: Followed, plan: Plan, finder: PrefixFinder) -> Restore:
+        slot, arena = known.slot, self.arena
+        root = RootId(m.adapter_root(self.root, slot.adapter))
+        tokens, start = slot.tokens[: known.count].copy(), slot.length
+        restore = Restore(root, slot.namespace, tokens, self.block_tokens, plan, Damage())
+        restore.slice(finder, arena, slot, self.speeds)
+        slot.stored, slot.filling = slot.length, False
+        for window, first in enumerate(plan.firsts, 1):
+            passed_over = start < first and slot.length <= first
+            if passed_over or restore.at < slot.length:  # the window's rows aren't there, or not all of them
+                slot.bases[window] = max(slot.bases[window], slot.length)
+        return restore
 
     def _tell(self, known: Followed) -> m.Followed:
         known.told = _state(known)

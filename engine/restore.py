@@ -59,7 +59,13 @@ def extension(arena: Arena, slot: Slot, goal: int) -> Plan:
     if arena.windows_reach(slot, start) and goal - start <= arena.step_tokens:
         arena.make_room(slot, start, goal)
         return Plan(goal, start, (start,) * windows)
-    return Plan(goal, start, tuple(arena.needed_from(at, goal) for at in range(1, windows + 1)))
+    return jump(arena, slot, goal, goal)
+
+
+def jump(arena: Arena, slot: Slot, goal: int, end: int) -> Plan:
+    """As `extension`, on the way to `end`: of windows only what is needed there, since compaction leaves no other rows of them."""
+    firsts = tuple(arena.needed_from(at, end) for at in range(1, len(arena.windows)))
+    return Plan(goal, slot.length, tuple(min(first, goal) for first in firsts))
 
 
 @dataclass(slots=True)
@@ -82,6 +88,7 @@ class Restore:
     at: int = -1
     done: bool = False
     failed: bool = False
+    without_window: bool = False  # ended where stored rows of a window have gone
     carried: int = 0
 
     def carry(self, earlier: Restore) -> None:
@@ -152,11 +159,15 @@ class Restore:
             if room <= 0:
                 return
             try:
-                self._copy(extent, read, arena, slot)
+                self.without_window = not self._copy(extent, read, arena, slot)
             except (Lost, StoreFailed) as error:
                 self.bad_blocks += 1
                 self.damage.limit = self.at
                 self._give_up(f"stored state is damaged from position {self.at}", error)
+                return
+            if self.without_window:  # compaction has dropped them since it was planned
+                self.damage.limit = self.at
+                self.done = self.failed = True
                 return
             room -= extent.token_count
             self.at = extent.token_end
@@ -170,17 +181,23 @@ class Restore:
             self.damage.limit = self.at
             self.done = self.failed = True
 
-    def _copy(self, extent: Extent, read: Reading, arena: Arena, slot: Slot) -> None:
+    def _copy(self, extent: Extent, read: Reading, arena: Arena, slot: Slot) -> bool:
+        """False, and nothing is copied, if rows of a window are wanted that the extent hasn't got."""
         plan = self.plan
         firsts = [max(plan.device, extent.token_start), *plan.firsts]
         wanted = [firsts[at] for at in set(arena.group_windows)]
         if not wanted or min(wanted) >= extent.token_end:
-            return  # nothing but window rows, and none of these
+            return True  # nothing but window rows, and none of these
         in_window = any(first < extent.token_end for first in plan.firsts)
         frame, frame_tokens, take_start, take_end, groups = read(extent, windows=in_window)
+        if any(
+            firsts[at] < extent.token_end and not groups >> group & 1 for group, at in enumerate(arena.group_windows)
+        ):
+            return False
         arena.copy_in(
             slot, extent.token_start, frame, frame_tokens, (take_start, take_end), firsts=firsts, groups=groups
         )
+        return True
 
     def _overtaken(
         self, error: Lost | StoreFailed, slot: Slot, start: int, length: int, copied: dict[str, int]

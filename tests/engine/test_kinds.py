@@ -324,6 +324,46 @@ def test_what_compaction_leaves_serves_an_append_and_branches(start: Start, drai
     assert started.prefill_start == 150 or started.reason, started
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_idle_session_is_followed_whose_early_window_rows_are_gone(start: Start, drain: Drain, busy: bool) -> None:
+    """In few steps or many, where each of them would have rows of the window beside the others."""
+    prompt = random_tokens(18, 200)
+    first = start(prefill_chunk=256)
+    told = prompt + ask(first, "first", prompt)
+    first.close()
+    drain.flush(sync=True)
+    for _ in Compaction(drain, settle_s=0.0, grace_s=0.0).run():
+        pass
+    engine = start("after", prefill_chunk=256)
+    if busy:
+        engine.handle(submit("beside", random_tokens(21, 30), 40))
+    engine.handle(m.Follow("f", 0, m.pack_tokens(told), "default", "s", "", idle=True))
+    for _ in range(5000):
+        engine.step()
+        if any(isinstance(said, m.Followed) and said.position == len(told) for said in engine.sent):
+            break
+    engine.handle(m.Unfollow("f"))
+    append = told + random_tokens(20, 12)
+    assert ask(engine, "append", append, session="s") == cold(engine, append)
+    assert engine.started("append").reused == {"device": len(told)}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text"])
+def test_window_rows_that_compaction_drops_once_a_restore_is_planned_are_computed(start: Start, drain: Drain) -> None:
+    prompt = random_tokens(18, 300)
+    first = start()
+    told = prompt + ask(first, "first", prompt)
+    engine = restart(start, first, drain)
+    engine.handle(submit("edit", told[:150] + random_tokens(19, 12), ANSWER))
+    engine.engine.admit()
+    for _ in Compaction(drain, settle_s=0.0, grace_s=0.0).run():
+        pass
+    engine.run()
+    assert engine.tokens("edit") == cold(engine, told[:150] + random_tokens(19, 12))
+    assert engine.started("edit").reason, engine.started("edit")
+
+
 # ---------------------------------------------------------------- deterministic
 
 TILES = {"llama", "qwen3", "latent_dense", "mistral", "gemma2", "gemma3_text", "short_window", "float16"}
