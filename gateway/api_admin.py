@@ -7,17 +7,20 @@ import time
 from typing import Any
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from engine import messages as m
 from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, json_response, read_body
-from gateway.api_sessions import session_view
+from gateway.api_sessions import WRITE_TIMEOUT_S, session_view
 from gateway.engines import Engine
 from gateway.errors import bad_request, conflict, not_found, quoted
 from gateway.openai_schema import decode_object
 from gateway.sessions import SessionRecord
 from gateway.tenancy import named
+
+log = structlog.get_logger()
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -127,6 +130,9 @@ async def adopt_session(request: web.Request) -> web.Response:
         given.record, session=session, token_count=len(given.tokens) // 4, streams=[], parked=True
     )
     gateway.sessions.adopt(record, given.tokens)
+    if not await gateway.sessions.written(WRITE_TIMEOUT_S):
+        hint = "it is lost if the gateway is killed now"
+        log.warning("sessions.not_adopted", session=session, waited_s=WRITE_TIMEOUT_S, hint=hint)
     return json_response(session_view(gateway, record), 201, headers={"X-Session-Id": session})
 
 

@@ -93,7 +93,11 @@ async def restart_engine(request: web.Request) -> web.Response:
     gateway, wish = request.app[GATEWAY], await _body(request, DrainRequest)
     engine = _engine(gateway, request.match_info["engine"])
     before = engine.draining
-    report = await gateway.dispatcher.moves.drain(engine, "restart", wish.timeout_s)
+    try:
+        report = await gateway.dispatcher.moves.drain(engine, "restart", wish.timeout_s)
+    except asyncio.CancelledError:  # whoever asked for it has left: it goes on as before
+        gateway.dispatcher.set_draining(engine, before)
+        raise
     if report["left"]:
         gateway.dispatcher.set_draining(engine, before)
         raise conflict(

@@ -14,7 +14,7 @@ from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, is_set
 from gateway.errors import ApiError, conflict, not_found, quoted
 from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
-from gateway.sessions import SessionRecord
+from gateway.sessions import SessionRecord, other_choices
 from gateway.streams import Stream, parse_stream_id
 from gateway.tenancy import OPERATOR, Caller, own_name, whole_name
 from tiers import keeper_client
@@ -50,6 +50,7 @@ async def fork_session(request: web.Request) -> web.Response:
     gateway, caller, record = request.app[GATEWAY], request[CALLER], find_session(request)
     wish = parse_fork(await read_body(request))
     tokens = await _fork_tokens(gateway, record, wish)
+    record = find_session(request)  # it may have been deleted meanwhile
     position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens)
     own = check_session_id(wish.session_id or f"{own_name(record.session)[:110]}-fork-{secrets.token_hex(4)}")
     name = whole_name(record.namespace, own)
@@ -93,12 +94,15 @@ async def park_session(request: web.Request) -> web.Response:
     """Take it off the devices and make all of it durable."""
     gateway, caller = request.app[GATEWAY], request[CALLER]
     record = find_session(request)
-    shown, live = caller.shown(record.session), _live_streams(gateway, record)
-    if live:
-        raise conflict(f"session {shown!r} is answering (stream {live[0].id}); wait for its end or delete that stream")
+    shown, turns = caller.shown(record.session), record.turns
+    _check_rests(gateway, record, shown)
     slots, captured = await _free_devices(gateway, record.session)
     await _drain(gateway)
     stored = await gateway.durability.stored(record.session)
+    record = find_session(request)  # meanwhile it may have been deleted, or have answered again
+    _check_rests(gateway, record, shown)
+    if record.turns != turns:
+        raise conflict(f"session {shown!r} has answered meanwhile, and is on a device again; try again")
     if stored is None:  # all that was captured is drained
         stored = captured or record.captured
     gateway.sessions.park(record.session, stored, stored)
@@ -112,12 +116,18 @@ async def delete_session(request: web.Request) -> web.Response:
     gateway, record = request.app[GATEWAY], find_session(request)
     for stream in _live_streams(gateway, record):
         gateway.dispatcher.cancel(stream, "cancelled")
-    tokens, shared = gateway.sessions.tokens(record.session), gateway.sessions.shared_with_relatives(record.session)
     await _free_devices(gateway, record.session)
-    forgotten = await _forget_blocks(gateway, record, tokens, shared)
+    forgotten = await _forget_blocks(gateway, record)
     await gateway.table.forget(record.streams)
     gateway.sessions.remove(record.session)
+    again = _live_streams(gateway, record)
+    for stream in again:  # a turn that began meanwhile is the first one of a new session
+        if stream.spec.session:
+            gateway.sessions.begin_turn(stream, other_choices(stream, again))
     shown = request[CALLER].shown(record.session)
+    if not await gateway.sessions.written(WRITE_TIMEOUT_S):
+        hint = "it is there again if the gateway is killed now"
+        log.warning("sessions.not_removed", session=record.session, waited_s=WRITE_TIMEOUT_S, hint=hint)
     return json_response(
         {"id": shown, "object": "session", "deleted": True, "forgotten": forgotten}, headers={"X-Session-Id": shown}
     )
@@ -191,12 +201,21 @@ async def _drain(gateway: Gateway) -> dict[str, Any]:
         raise ApiError(503, message, code="keeper_unavailable", retry_after_s=2) from error
 
 
-async def _forget_blocks(gateway: Gateway, record: SessionRecord, tokens: bytes, shared: int) -> bool:
+def _check_rests(gateway: Gateway, record: SessionRecord, shown: str) -> None:
+    """Raises ApiError."""
+    live = _live_streams(gateway, record)
+    if live:
+        raise conflict(f"session {shown!r} is answering (stream {live[0].id}); wait for its end or delete that stream")
+
+
+async def _forget_blocks(gateway: Gateway, record: SessionRecord) -> bool:
     """False if the keeper is away: the blocks stay until they are collected; nobody can name the session any more."""
     models = {bytes.fromhex(engine.hello.root) for engine in gateway.dispatcher.engines.values() if engine.hello}
     roots = {adapter_root(model, digest) for model in models for digest in ("", *gateway.adapters.names.values())}
+    tokens = gateway.sessions.tokens(record.session)
     try:
         await _drain(gateway)
+        shared = gateway.sessions.shared_with_relatives(record.session)  # a fork may have been made meanwhile
         for root in roots if tokens else ():
             await keeper_client.aforget(
                 gateway.config.paths.keeper_socket,

@@ -179,8 +179,8 @@ class Dispatcher:
         """Take over streams read back from their journals: engines that know them are asked first."""
         self._read_back_at = self.now()
         for stream in streams:
-            if stream.finish or stream.failed:
-                self._end(stream, stream.finish, stream.finish)
+            if stream.finish:
+                self._end(stream, stream.finish, _cause(stream))
                 continue
             if not stream.stored:
                 loop = asyncio.get_running_loop()
@@ -610,15 +610,14 @@ class Dispatcher:
 
     def _finish(self, stream: Stream) -> None:
         """An answer is complete: end it, once it is as durable as is asked for."""
-        cause = "stop_string" if stream.stopped_by_text else stream.finish
         if self.before_end is None:
-            self._end(stream, stream.finish, cause)
+            self._end(stream, stream.finish, _cause(stream))
         else:
-            self._spawn(self._end_after(self.before_end(stream), stream, cause))
+            self._spawn(self._end_after(self.before_end(stream), stream))
 
-    async def _end_after(self, durable: Coroutine[Any, Any, None], stream: Stream, cause: str) -> None:
+    async def _end_after(self, durable: Coroutine[Any, Any, None], stream: Stream) -> None:
         await durable
-        self._end(stream, stream.finish, cause)
+        self._end(stream, stream.finish, _cause(stream))
 
     def _resubmit(self, engine: Engine, stream: Stream) -> None:
         """The engine lost the thread of this stream: the same again under a new epoch."""
@@ -670,3 +669,8 @@ class Dispatcher:
             first_token_ms=round((stream.first_token_at - stream.opened_at) * 1000) if stream.first_token_at else None,
             ms=round((now - stream.opened_at) * 1000),
         )  # fmt: skip
+
+
+def _cause(stream: Stream) -> str:
+    """Of the end of an answer that is complete."""
+    return "stop_string" if stream.stopped_by_text else stream.finish

@@ -200,7 +200,7 @@ class SessionTable:
             session = stream.spec.session
             record = self._records.get(session)
             if session and (record is None or (stream.end is None and stream.id not in record.streams)):
-                self.begin_turn(stream, _other_choices(stream, streams))
+                self.begin_turn(stream, other_choices(stream, streams))
             elif record is None or not _ended_since(stream, record):
                 continue
             if stream.end is not None:
@@ -404,7 +404,8 @@ class SessionTable:
             log.info("sessions.sealed", values=len(late), reason="they were written before their tenant had a key")
 
 
-def _other_choices(stream: Stream, streams: Sequence[Stream]) -> list[str]:
+def other_choices(stream: Stream, streams: Sequence[Stream]) -> list[str]:
+    """Of these streams, those that answer the same request."""
     group = stream.spec.group
     others = [other for other in streams if group and other.spec.group == group and other is not stream]
     return [other.id for other in sorted(others, key=lambda other: other.spec.choice)]

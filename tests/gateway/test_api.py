@@ -6,14 +6,16 @@ import asyncio
 import gzip
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import metrics
+from gateway import api_sessions, metrics
 from gateway.app import Refused, check_listen
 from gateway.config import GatewayConfig, is_loopback
+from gateway.table_file import Change, TableFile
 from tests.gateway.conftest import MODEL, World, chat
 from tests.gateway.fake_engine import CONTEXT_TOKENS
 
@@ -315,6 +317,97 @@ async def test_deleted_session_leaves_nothing(world: World) -> None:
     await world.kill_gateway()
     await world.start_gateway()
     assert (await world.get("/v1/sessions"))["data"] == []
+
+
+def held_once(monkeypatch: pytest.MonkeyPatch, where: object, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """The first call of a function waits before it does anything: (it was called, it may go on)."""
+    real, called, may = getattr(where, name), asyncio.Event(), asyncio.Event()
+
+    async def held(*given: object) -> object:
+        if not called.is_set():
+            called.set()
+            await may.wait()
+        return await real(*given)
+
+    monkeypatch.setattr(where, name, held)
+    return called, may
+
+
+async def test_what_becomes_of_a_session_while_it_is_parked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fake_keeper(world)
+    for act in ("turn", "delete"):
+        await world.post("/v1/chat/completions", chat(stream=False, session_id="p"))
+        called, may = held_once(monkeypatch, api_sessions, "_drain")
+        park = asyncio.create_task(world.post("/v1/sessions/p/park", {}))
+        await called.wait()
+        if act == "turn":
+            await world.post("/v1/chat/completions", chat(stream=False, session_id="p"))
+        else:
+            async with world.http.delete("/v1/sessions/p") as response:
+                assert response.status == 200
+        may.set()
+        status, _, answer = await park
+        if act == "turn":
+            assert (status, answer["error"]["code"]) == (409, "conflict")
+            assert (await world.get("/v1/sessions/p"))["state"] == "resident"
+        else:
+            assert (status, answer["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_a_turn_that_begins_while_its_session_is_deleted_begins_a_new_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_keeper(world)
+    engine = world.engines[0]
+    _, headers, _ = await world.post("/v1/chat/completions", chat(stream=False, session_id="d"))
+    called, may = held_once(monkeypatch, api_sessions, "_drain")
+    deletion = asyncio.create_task(world.http.delete("/v1/sessions/d"))
+    await called.wait()
+    engine.allow(0)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat(session_id="d", n=2)))
+    await world.until(lambda: has_live(world, 2))
+    may.set()
+    (await deletion).close()
+    row = await world.get("/v1/sessions/d")
+    assert (row["state"], row["turns"], row["streams"]) == ("live", 1, row["live_streams"]) and len(row["streams"]) == 2
+    engine.allow(None)
+    await task
+    assert (await world.get("/v1/sessions/d"))["tokens"] == len("<user>Hello\n<assistant>") + 12
+    async with world.http.get(f"/v1/streams/{headers['X-Stream-Id']}") as response:
+        assert response.status == 404
+
+
+async def has_live(world: World, count: int) -> bool:
+    return len((await world.get("/v1/streams"))["data"]) == count
+
+
+async def test_a_deletion_and_an_import_are_on_the_disk_when_they_are_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fake_keeper(world)
+    real, may = TableFile.write, threading.Event()
+
+    def write(file: TableFile, changes: list[Change]) -> None:
+        assert may.wait(60)
+        real(file, changes)
+
+    monkeypatch.setattr(TableFile, "write", write)
+    record = {"session": "i", "created": 1.0, "last_used": 1.0}
+    asked = asyncio.create_task(world.post("/admin/sessions/i", {"record": record, "tokens": "BQAAAAYAAAA="}))
+    await world.until(lambda: is_known(world, True))
+    assert not asked.done()
+    may.set()
+    assert (await asked)[0] == 201
+    may.clear()
+    deletion = asyncio.create_task(world.http.delete("/v1/sessions/i"))
+    await world.until(lambda: is_known(world, False))
+    assert not deletion.done()
+    may.set()
+    (await deletion).close()
+
+
+async def is_known(world: World, known: bool) -> bool:
+    return bool((await world.get("/v1/sessions"))["data"]) == known
 
 
 async def test_sessions_outlive_the_gateway(world: World) -> None:

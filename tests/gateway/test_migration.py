@@ -307,6 +307,10 @@ async def test_drain_without_another_engine_says_what_is_left(make_world) -> Non
     world = await make_world()
     source = await world.engine("e0")
     task, _ = await running(world, source)
+    left = asyncio.create_task(world.post("/admin/engines/e0/restart", {}))
+    await world.until(lambda: state_is(world, "e0", "draining"))
+    left.cancel()
+    await world.until(lambda: state_is(world, "e0", "ready"))
     _, _, body = await world.post("/admin/engines/e0/drain", {"timeout_s": 0.2})
     assert (body["moved"], body["left"]) == (0, 1)
     assert "no other engine" in body["reason"]

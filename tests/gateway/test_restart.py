@@ -303,3 +303,17 @@ async def delivered(world: World, tokens: int, streams: int = 1) -> list[str] | 
     live = (await world.get("/v1/streams"))["data"]
     there = len(live) == streams and all(row["delivered_tokens"] >= tokens for row in live)
     return there and ([row["id"] for row in live] or True)
+
+
+async def test_an_answer_that_was_complete_ends_as_it_would_have(world: World) -> None:
+    """Killed between its last token, which completed a stop string, and its end."""
+    await world.kill_gateway()
+    name = "a" * 24
+    journal = j.Journal(world.config.paths.journal_dir / f"{name}.journal")
+    sampling = m.Sampling(seed=3)
+    journal.append(j.StreamSpec(name, "text", 1, "tiny", m.pack_tokens([10]), sampling, ["b"], [1], 20))
+    journal.append(j.Placed(1, "e0", 1), j.Tokens(1, m.pack_tokens([4 + byte for byte in b"ab"])))
+    journal.release()
+    await world.start_gateway()
+    got = await world.events("GET", f"/v1/streams/{name}")
+    assert (got.text, got.finish_reason, got.concordia["end"]) == ("a", "stop", "stop_string")
