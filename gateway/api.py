@@ -77,8 +77,8 @@ class Gateway:
 
     @property
     def host_agent(self) -> bool:
-        """It is connected, and was heard lately."""
-        return self.host.connected and HOST_AWAY not in self.supervisors.away
+        """It is connected, and `degraded` doesn't say that it is away."""
+        return self.host.connected and all(row["state"] != HOST_AWAY for row in self.durability.rows())
 
 
 STREAM = web.RequestKey("stream", str)

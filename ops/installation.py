@@ -16,7 +16,6 @@ import click
 import lmdb
 import msgspec
 
-from engine import pid_file
 from gateway.sealing import Sealing
 from gateway.sessions import SessionFile
 from gateway.table_file import MAP_BYTES
@@ -42,10 +41,9 @@ _walked: set[tuple[str, int, int, int]] = set()  # files of sessions that were r
 
 
 def gateway_url(config: Config) -> str:
-    """Where the gateway listens: as set by flag or environment, else what a running `serve` of this data directory says."""
+    """Where the gateway listens, or did: as set by flag or environment, else what `serve` of this data directory last said."""
     told = config.sources["gateway.port"].startswith(("flag", "environment"))
-    serving = pid_file.read(config.paths.pid_file("serve"))
-    if not told and serving is not None and serving.alive:
+    if not told:
         with contextlib.suppress(OSError):
             return config.paths.gateway_url.read_text().strip()
     return base_url(config)

@@ -107,9 +107,8 @@ def collect(here: Installation) -> Shown:
     shown = Shown(here.foreign_paths or here.paths)
     client = here.gateway or here.foreign_gateway
     if client is None:
-        shown.problem = NotRunning(
-            f"no gateway of {here.paths.data_dir} answers at {here.asked}; start one by `concordia serve`, or name it by --url"
-        )
+        advice = _advice(here.paths) or "start one by `concordia serve`, or name it by --url"
+        shown.problem = NotRunning(f"no gateway of {here.paths.data_dir} answers at {here.asked}; {advice}")
     else:
         shown.engines = [*here.engines, *here.foreign_engines]
         with contextlib.suppress(ApiError, NotRunning):
@@ -120,6 +119,18 @@ def collect(here: Installation) -> Shown:
     if shown.local:
         shown.processes, shown.lanes = processes(shown.paths), lanes(shown.paths)
     return shown
+
+
+def _advice(paths: Paths) -> str:
+    """What helps where the gateway and `serve` are there and don't answer; "" if they aren't."""
+    states = {name: _row(paths, paths.pid_file(name)) for name in ("serve", "gateway") if paths.pid_file(name).exists()}
+    stopped = [f"kill -CONT {row.pid}" for row in states.values() if row.state == "stopped"]
+    if stopped:
+        return f"it is there and stopped: `{'; '.join(stopped)}` lets it go on"
+    serving = states.get("serve")
+    if serving is not None and serving.state == "running":
+        return f"`concordia serve` (pid {serving.pid}) is there: it starts a gateway that died or is stuck again, see its log"
+    return ""
 
 
 def lag(shown: Shown) -> dict[str, int]:
