@@ -190,8 +190,7 @@ class Engine:
                 self.follower.let_go_of(message.session)
                 self._park(message)
             case m.Follow():
-                for told in self.follower.follow(message):
-                    self.link.send(told)
+                self._follow_stream(message)
             case m.Unfollow():
                 slot = self.follower.unfollow(message.stream)
                 if slot is not None:  # as fresh as if it had been worked on
@@ -268,6 +267,16 @@ class Engine:
             self.link.send(scored)
         if sequence.outputs:
             self.link.send(m.Step(sequence.outputs))
+
+    def _follow_stream(self, follow: m.Follow) -> None:
+        """Of the slot that it is given, what was captured of another sequence ends there; points that wait don't need the slot."""
+        if self.lagging and not follow.start:
+            self._catch_up()
+        for told in self.follower.follow(follow):
+            self.link.send(told)
+        followed = self.follower.follows.get(follow.stream)
+        if followed is not None and not follow.start:
+            self._forget_lagging(followed.slot)
 
     def _submit(self, submit: m.Submit) -> None:
         for known in (*self.active, *self.waiting, *self.ended.values()):
@@ -776,10 +785,14 @@ class Engine:
         """A slot is taken over: what of it was never captured is lost to the tiers, and only costs recomputing."""
         if self.capture and any(lagging is slot for _, lagging in self.lagging):
             self._catch_up()
+        self._forget_lagging(slot)
+
+    def _forget_lagging(self, slot: Slot) -> None:
         for cursor, lagging in list(self.lagging):
             if lagging is slot:
                 log.warning("capture.abandoned", stream=cursor.stream, captured=cursor.position, computed=slot.length)
                 self.lagging.remove((cursor, lagging))
+                self.points.cut(cursor, cursor.position if cursor.opened else -1)
 
     def _vacate(self, slot: Slot) -> None:
         self.arena.forget(slot)

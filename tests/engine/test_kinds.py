@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,11 +20,14 @@ from engine import main
 from engine import messages as m
 from engine.errors import UnsupportedModel
 from engine.model import Model, load
+from engine.sequence import Sequence
 from tests.engine.conftest import check_once
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import DENSE, KINDS, RECURRENT, REFUSED, SAMPLE, VARIANTS, WINDOWED, write_model
 from tiers.compaction import Compaction
 from tiers.drain import Drain
+from tiers.errors import LaneFull
+from tiers.lane import LaneWriter
 from tiers.lane_format import PointKind
 from tiers.paths import Paths
 from tiers.prefix import PrefixFinder
@@ -362,6 +366,30 @@ def test_window_rows_that_compaction_drops_once_a_restore_is_planned_are_compute
     engine.run()
     assert engine.tokens("edit") == cold(engine, told[:150] + random_tokens(19, 12))
     assert engine.started("edit").reason, engine.started("edit")
+
+
+@pytest.mark.parametrize("kind", ["mamba2"])
+def test_a_slot_whose_points_wait_for_the_lane_is_followed_in_without_mixing_the_two(
+    start: Start, drain: Drain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, engine = start("source"), start("engine")
+    other = random_tokens(23, 120)
+    ask(source, "other", other)
+    monkeypatch.setattr(LaneWriter, "reserve_point", Mock(side_effect=LaneFull("no room")))
+    told = [
+        prompt + ask(engine, f"s{at}", prompt)
+        for at, prompt in enumerate(random_tokens(24 + at, 70) for at in range(4))
+    ]
+    assert len(engine.engine.lagging) == 4
+    engine.handle(m.Follow("f", 0, m.pack_tokens(other), "default", "s", "", idle=False))
+    for _ in range(3):
+        engine.step()
+    assert engine.engine.follower.follows["f"].slot.length > len(told[0])
+    monkeypatch.undo()
+    engine.step()
+    mixed = told[0] + other[len(told[0]) :]
+    found = engine.engine.lookup.stored(Sequence.of(submit("x", mixed)), np.array(mixed, np.int32), len(mixed))
+    assert found == len(told[0])
 
 
 # ---------------------------------------------------------------- deterministic
