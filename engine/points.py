@@ -17,7 +17,7 @@ import structlog
 from engine.arena import Arena, Slot
 from engine.capture import Capture, Cursor
 from engine.states import Snapshot
-from tiers.errors import LaneFull, LaneShareFull
+from tiers.errors import LaneFull, LaneShareFull, TooLarge
 from tiers.lane_format import PointKind
 from tiers.thinning import kept_points
 
@@ -159,6 +159,11 @@ class Points:
             except LaneFull:
                 self.waiting.appendleft(point)
                 return
+            except TooLarge as error:
+                if not self.dropped:
+                    log.warning("points.too_large", error=str(error))
+                self.dropped += 1
+                continue
             room -= self.arena.states.state_bytes
 
     def cut(self, cursor: Cursor, position: int) -> None:

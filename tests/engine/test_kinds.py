@@ -392,6 +392,16 @@ def test_a_slot_whose_points_wait_for_the_lane_is_followed_in_without_mixing_the
     assert found == len(told[0])
 
 
+@pytest.mark.parametrize("kind", ["mamba2"])
+def test_points_that_no_lane_of_this_size_can_hold_are_given_up_and_counted(start: Start) -> None:
+    engine, reference = start(lane_bytes=1 << 13), start("reference")
+    assert engine.engine.arena.states.state_bytes > 1 << 13
+    prompt = random_tokens(29, 70)
+    assert ask(engine, "s", prompt) == cold(reference, prompt)
+    stats = engine.engine.stats()
+    assert (stats.points_dropped > 0, stats.points_written, stats.points_waiting) == (True, 0, 0)
+
+
 # ---------------------------------------------------------------- deterministic
 
 TILES = {"llama", "qwen3", "latent_dense", "mistral", "gemma2", "gemma3_text", "short_window", "float16"}
