@@ -50,6 +50,8 @@ _IDLE_WAIT_S = 0.05
 _STATS_INTERVAL_S = 1.0
 # Ended streams that are told to a gateway that attaches: those that ended while it was away.
 _REMEMBERED = 256
+# And what it takes to tell of them: all of it waits for the gateway at once, beside what is told of live ones (engine/link.py).
+_REMEMBERED_BYTES = 24 << 20
 
 
 @dataclass(slots=True)
@@ -712,8 +714,9 @@ class Engine:
         for sequence in [s for s in self.active if s.complete]:
             self._drop(sequence)
             self.ended[sequence.key] = sequence
-            while len(self.ended) > _REMEMBERED:
-                self.ended.popitem(last=False)
+            told_bytes = sum(known.told_bytes for known in self.ended.values())
+            while len(self.ended) > _REMEMBERED or (told_bytes > _REMEMBERED_BYTES and len(self.ended) > 1):
+                told_bytes -= self.ended.popitem(last=False)[1].told_bytes
         self.adapters.let_go({s.submit.adapter for s in (*self.active, *self.waiting)})
 
     def _drop(self, sequence: Sequence) -> None:

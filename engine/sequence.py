@@ -93,6 +93,12 @@ class Sequence:
         return self.computed < self.submit.prompt_count
 
     @property
+    def told_bytes(self) -> int:
+        """About what a gateway is sent that is told again of it."""
+        rows = len(self.outputs) + sum(len(scored.rows) for scored in self.scored)
+        return 4 * len(self.tokens) + rows * (100 + 16 * max(0, self.submit.sampling.logprobs))
+
+    @property
     def complete(self) -> bool:
         """Finished, and the state of every token is in the arena."""
         return bool(self.finish) and self.computed >= len(self.tokens)

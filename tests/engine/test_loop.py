@@ -9,7 +9,9 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
+from engine import loop
 from engine import messages as m
+from engine.wire import encode
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import copy_sum
 
@@ -278,6 +280,24 @@ def test_a_gateway_that_attaches_is_told_everything(start_engine: Start) -> None
     assert [(s.stream, s.epoch, s.prompt_count) for s in hello.streams] == [("s", 1, 30)]
     assert engine.started("s").recomputed == 30
     assert [o.position for o in engine.outputs("s")] == [30, 31, 32]
+
+
+def test_of_streams_that_ended_no_more_is_remembered_than_a_gateway_can_be_told_at_once(
+    start_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+    plain, scored = GREEDY, m.Sampling(temperature=0, logprobs=20)
+    for name, sampling in (("a", plain), ("b", scored), ("c", plain)):
+        engine.handle(submit(name, random_tokens(71, 8), 4, sampling=sampling))
+        engine.run()
+    assert [stream for stream, _ in engine.engine.ended] == ["a", "b", "c"]
+    told = len(encode(m.Step(engine.outputs("b"))))
+    assert told / 2 < engine.engine.ended["b", 1].told_bytes < 2 * told
+    monkeypatch.setattr(loop, "_REMEMBERED_BYTES", 1000)
+    for name, left in (("d", ["c", "d"]), ("e", ["d", "e"])):
+        engine.handle(submit(name, random_tokens(71, 8), 4))
+        engine.run()
+        assert [stream for stream, _ in engine.engine.ended] == left
 
 
 def test_a_parked_session_leaves_the_device_and_comes_back(start_engine: Start, keeper) -> None:
