@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import structlog
 from engine import messages as m
 from gateway import failover, following, metrics, placement
 from gateway import journal as j
+from gateway.awake import AwakeTimer
 from gateway.engines import Engine
 from gateway.membership import Membership, World
 from gateway.migration import Moves
@@ -183,8 +185,7 @@ class Dispatcher:
                 self._end(stream, stream.finish, _cause(stream))
                 continue
             if not stream.stored:
-                loop = asyncio.get_running_loop()
-                loop.call_later(self._settings.resume_grace_s, self._expire, stream)
+                AwakeTimer(self._settings.resume_grace_s, partial(self._expire, stream))
             stream.recovery = failover.begun_before(stream, self._read_back_at - time.time())
             self._wait(stream)
             log.info("resume.read_back", stream=stream.id, tokens=stream.token_count, stored=stream.stored)
@@ -256,8 +257,7 @@ class Dispatcher:
         if self.can_serve:
             self._stop_timer(stream)
         elif stream.timer is None:
-            loop = asyncio.get_running_loop()
-            stream.timer = loop.call_later(self._settings.engine_wait_s, self._give_up, stream)
+            stream.timer = AwakeTimer(self._settings.engine_wait_s, partial(self._give_up, stream))
             log.info("place.waiting", stream=stream.id, limit_s=self._settings.engine_wait_s)
 
     def _stop_waiting(self, stream: Stream) -> None:

@@ -149,7 +149,7 @@ class Durability:
                 if stream.journal is not None and stream.journal.trouble:
                     trouble = f"its journal can't be written: {stream.journal.trouble}"
                 await keeper_client.adrain(self._socket, sync=True, timeout_s=TURN_WAIT_S)
-        except (TierError, TimeoutError) as error:
+        except (TierError, TimeoutError, ValueError, KeyError) as error:  # away, or of another version
             trouble = trouble or str(error) or f"not within {TURN_WAIT_S:g} s"
         if trouble:
             metrics.turns_unsynced.inc()

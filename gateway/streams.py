@@ -23,6 +23,7 @@ import structlog
 from engine.messages import TokenLogprobs, unpack_tokens
 from gateway import journal as j
 from gateway import metrics
+from gateway.awake import AwakeTimer
 from gateway.poison import Deaths
 from gateway.renderer import Renderer, text_offsets
 from gateway.sealing import Sealing
@@ -106,7 +107,7 @@ class Stream:
         self.waited_ms = 0.0  # before it was given to an engine the first time
         self.prefill_ms = 0.0
         self.recovery: Any = None  # failover.Recovering, while the engine is lost and no token has come since
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: AwakeTimer | None = None
         self.begun_epoch = -1  # the epoch under which an engine was heard to start it
         self.deaths = Deaths()
         self.alone = False  # it may be what kills engines: nothing else of that kind is tried beside it

@@ -93,6 +93,24 @@ async def not_healthy(world: World) -> bool:
         return response.status == 503
 
 
+async def test_time_that_the_gateway_was_stopped_for_ends_no_stream_that_waits(
+    make_world, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    """No engine is up when everything is stopped for longer than a stream may wait: what it has waited awake counts."""
+    world = await make_world(engine_wait_s=5.0)
+    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+
+    async def waits() -> bool:
+        return len((await world.get("/v1/streams"))["data"]) == 1
+
+    await world.until(waits)
+    loop = asyncio.get_running_loop()
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + 20.0)
+    await world.engine("e0")
+    assert (await task).finish_reason == "length"
+
+
 async def test_no_engine_for_too_long_is_a_clear_error(make_world) -> None:  # type: ignore[no-untyped-def]
     world = await make_world(engine_wait_s=0.1)
     status, headers, answer = await world.post("/v1/chat/completions", chat(stream=False))
