@@ -269,6 +269,8 @@ class Engine:
             self.link.send(scored)
         if sequence.outputs:
             self.link.send(m.Step(sequence.outputs))
+        if sequence.refused:
+            self.link.send(sequence.refused)
 
     def _follow_stream(self, follow: m.Follow) -> None:
         """Of the slot that it is given, what was captured of another sequence ends there; points that wait don't need the slot."""
@@ -679,7 +681,8 @@ class Engine:
             if matcher and token not in submit.stop_tokens:
                 matcher.advance([token])
         except BadRequest as error:
-            self.link.send(m.Refused(*sequence.key, error.code, str(error)))
+            sequence.refused = m.Refused(*sequence.key, error.code, str(error))
+            self.link.send(sequence.refused)
             sequence.finish = "cancelled"
             return []
         sequence.tokens.append(token)

@@ -15,7 +15,7 @@ import numpy as np
 from engine.arena import Slot
 from engine.capture import Cursor
 from engine.grammar import Matcher
-from engine.messages import Output, Scored, Started, Submit, unpack_tokens
+from engine.messages import Output, Refused, Scored, Started, Submit, unpack_tokens
 from engine.plan import Damage
 from engine.restore import Restore
 
@@ -38,6 +38,7 @@ class Sequence:
     started: Started | None = None
     outputs: list[Output] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    refused: Refused | None = None  # in the midst of its answer
     device_tokens: int = 0
     reason: str = ""
     began: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import loop
 from engine import messages as m
+from engine.errors import BadRequest
 from engine.wire import encode
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import copy_sum
@@ -280,6 +282,21 @@ def test_a_gateway_that_attaches_is_told_everything(start_engine: Start) -> None
     assert [(s.stream, s.epoch, s.prompt_count) for s in hello.streams] == [("s", 1, 30)]
     assert engine.started("s").recomputed == 30
     assert [o.position for o in engine.outputs("s")] == [30, 31, 32]
+
+
+def test_a_gateway_that_attaches_is_told_of_an_answer_that_ended_in_a_refusal(
+    start_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+    engine.handle(submit("s", random_tokens(72, 8), 8))
+    engine.run_until_token("s", 2)
+    monkeypatch.setattr(loop, "sample", Mock(side_effect=BadRequest("bad_grammar", "no token may come next")))
+    engine.run()
+    engine.sent.clear()
+    engine.handle(m.Attach("next"))
+    *_, step, refused = engine.sent
+    assert len(step.outputs) == 2
+    assert refused == m.Refused("s", 1, "bad_grammar", "no token may come next")
 
 
 def test_of_streams_that_ended_no_more_is_remembered_than_a_gateway_can_be_told_at_once(
