@@ -240,6 +240,7 @@ def _weights(module: ir.Module, own: _Own, hides: bool) -> ir.Function:
         summed, tops = _same(0.0), code.fill(now)
         for at, vector in zip(range(0, _BLOCK, LANES), vectors, strict=True):
             weight = code.power_of_two(code.fsub(vector, tops))
+            weight = code.fma(vector, _same(0.0), weight)  # what is no number stays none
             if hides:
                 weight = code.select(code.fcmp_ordered("<", vector, _same(_SEEN)), _same(0.0), weight)
             code.store_vector(weight, row_scores, _number(at))

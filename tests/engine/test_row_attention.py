@@ -65,6 +65,15 @@ def test_a_row_has_its_bits_whoever_stands_beside_it() -> None:
         assert torch.equal(then, alone)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(bad: float) -> None:
+    query, keys, values = rows_of(1, 2, 64, seed=1).abs(), rows_of(1, 90, 64, seed=2), rows_of(1, 90, 64, seed=3)
+    keys[0, 70, 5] = bad
+    got = row_attention.attend(query, keys, values, row_attention.seen([0, 0], [70, 90]), None)
+    assert got[0, 0].isfinite().all(), "it does not see that key"
+    assert got[0, 1].isnan().all()
+
+
 def test_what_it_does_not_take() -> None:
     query, keys, values = rows_of(2, 3, 64, seed=1), rows_of(2, 20, 64, seed=2), rows_of(2, 20, 64, seed=3)
     assert row_attention.takes(query, keys, values)
