@@ -26,15 +26,21 @@ from tiers import keeper_client
 from tiers.errors import KeeperAway
 from tiers.paths import Paths
 
+_CONFIGURED = structlog.get_config() if structlog.is_configured() else None
+
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """Commands that run in this process set the log up; other tests look at all events."""
-    before, was_configured = structlog.get_config(), structlog.is_configured()
+    """Commands that run in this process set the log up, those of a module's fixtures too; other tests look at all events."""
+    _log_as_before()
     yield
+    _log_as_before()
+
+
+def _log_as_before() -> None:
     structlog.reset_defaults()
-    if was_configured:
-        structlog.configure(**before)
+    if _CONFIGURED is not None:
+        structlog.configure(**_CONFIGURED)
     structlog.contextvars.clear_contextvars()
 
 
