@@ -15,15 +15,14 @@ import math
 import platform
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import structlog
 import torch
 import torch.nn.functional as F
 
 from engine import row_kernel
-
-log = structlog.get_logger()
+from tiers import machine_code
+from tiers.machine_code import Kernel
 
 MOST_ROWS = 48
 _LOG2_E = math.log2(math.e)
@@ -103,25 +102,15 @@ def _scratch() -> torch.Tensor:
 _Call = Callable[[bytes], None]  # what `row_kernel.pack` made
 
 
-class _Kernel(NamedTuple):
-    call: _Call | None
-    missing: str = ""
-
-
 @cache
-def _kernel() -> _Kernel:
-    """The kernel; none, and said so in the log, where LLVM can't make it or it doesn't do what torch does."""
-    try:
-        call = _compile()
-        missing = "" if _is_right(call) else "a wrong answer"
-    except (RuntimeError, OSError) as error:
-        missing = str(error)
-    if missing:
-        log.warning(
-            "attention.no_kernel", error=missing, hint="torch's is used: slower over long contexts, and as good"
-        )
-        return _Kernel(None, missing)
-    return _Kernel(call)
+def _kernel() -> Kernel[_Call]:
+    return machine_code.checked(
+        _compile,
+        _is_right,
+        "a wrong answer",
+        event="attention.no_kernel",
+        hint="torch's is used: slower over long contexts, and as good",
+    )
 
 
 def _is_right(call: _Call) -> bool:
@@ -176,18 +165,7 @@ def _run(
 def _compile() -> _Call:
     import llvmlite.binding as llvm  # here: only engines whose models have such layers need it
 
-    features = llvm.get_host_cpu_features()
-    if platform.machine() == "x86_64" and not features.get("fma"):
+    if platform.machine() == "x86_64" and not llvm.get_host_cpu_features().get("fma"):
         raise RuntimeError("this processor has no fused multiply-add")  # LLVM would call a function for each
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(row_kernel.text())
-    module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
-    )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    kernel: Any = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(engine.get_function_address("attend"))
-    kernel.code = engine  # which goes with it
-    return kernel
+    made: _Call = machine_code.function(row_kernel.text(), "attend", None, ctypes.c_char_p)
+    return made

@@ -14,13 +14,13 @@ import platform
 from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import structlog
 from xxhash import xxh3_64_intdigest
 
-log = structlog.get_logger()
+from tiers import machine_code
+from tiers.machine_code import Kernel
 
 STRIPE_BYTES = 64
 LEAST_BYTES = 256  # XXH3 takes up to 240 bytes in other ways
@@ -116,23 +116,15 @@ def _table(pieces: Sequence[Memory], target: Memory, start: int) -> bytes:
 _Call = Callable[[int, bytes, int], int]  # address of the target, table of the pieces, bytes -> sum
 
 
-class _Kernel(NamedTuple):
-    call: _Call | None
-    missing: str = ""
-
-
 @cache
-def _kernel() -> _Kernel:
-    """The kernel; none, and said so in the log, where LLVM can't make it or it doesn't do what xxhash does."""
-    try:
-        call = _compile()
-        missing = "" if _is_right(call) else "a wrong sum"
-    except (RuntimeError, OSError) as error:
-        missing = str(error)
-    if missing:
-        log.warning("append.no_kernel", error=missing, hint="records are copied, then summed: slower, and as good")
-        return _Kernel(None, missing)
-    return _Kernel(call)
+def _kernel() -> Kernel[_Call]:
+    return machine_code.checked(
+        _compile,
+        _is_right,
+        "a wrong sum",
+        event="append.no_kernel",
+        hint="records are copied, then summed: slower, and as good",
+    )
 
 
 def _is_right(call: _Call) -> bool:
@@ -146,22 +138,10 @@ def _is_right(call: _Call) -> bool:
 
 
 def _compile() -> _Call:
-    import llvmlite.binding as llvm  # here: only writers of lanes need it
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(_TEXT)
-    module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    made: _Call = machine_code.function(
+        _TEXT, "copy_and_sum", ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64
     )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    kernel: Any = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64)(
-        engine.get_function_address("copy_and_sum")
-    )
-    kernel.code = engine  # which goes with it
-    return kernel
+    return made
 
 
 _SECRET_TEXT = "".join(f"\\{byte:02x}" for byte in _SECRET)

@@ -16,6 +16,7 @@ from engine.errors import BadRequest
 from engine.wire import encode
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import copy_sum
+from tiers.machine_code import Kernel
 
 Start = Callable[..., EngineDriver]
 HOT = m.Sampling(temperature=0.8, seed=1234)
@@ -512,7 +513,7 @@ def test_an_append_that_lacks_its_kernel_is_seen_in_the_stats(
 ) -> None:
     engine = start_engine().engine
     assert (engine.stats().capture_in_two_passes, engine.stats().capture_by) == (0, "")
-    monkeypatch.setattr(copy_sum, "_kernel", lambda: copy_sum._Kernel(None, "no such target"))
+    monkeypatch.setattr(copy_sum, "_kernel", lambda: Kernel(None, "no such target"))
     assert (engine.stats().capture_in_two_passes, engine.stats().capture_by) == (
         1,
         "copy, then checksum: no such target",

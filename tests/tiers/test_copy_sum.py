@@ -17,6 +17,7 @@ from tiers import copy_sum, failpoints
 from tiers.copy_sum import Memory, copy_and_sum
 from tiers.lane_reader import LaneReader
 from tiers.layout import Layout
+from tiers.machine_code import Kernel
 
 STRIPE = copy_sum.STRIPE_BYTES
 GUARD = 0xA5
@@ -52,7 +53,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         calls.append(1)
         return call(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copy_sum, "_kernel", lambda: copy_sum._Kernel(counted))
+    monkeypatch.setattr(copy_sum, "_kernel", lambda: Kernel(counted))
     return lambda: len(calls)
 
 
