@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tiers.heartbeat import seen
+
 Cause = Literal["stopped", "blocked", "disk", "spinning"]
 DISK_FACTOR = 10
 RESUMED_WITHIN_S = 5.0
-LATE_FACTOR = 2  # of a look's interval counts at most this much: what lies beyond, the watcher was held up itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class HangJudge:
             self.blocked_ms += self._counted_ms(last, look)
 
     def _counted_ms(self, last: Look, look: Look) -> float:
-        return min((look.at_s - last.at_s) * 1000, LATE_FACTOR * self.interval_ms)
+        return seen((look.at_s - last.at_s) * 1000, self.interval_ms)
 
     def slow(self) -> str:
         """Why a stretch that is over the bound is no hang yet, told once a stretch; "" otherwise."""

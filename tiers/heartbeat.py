@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 BEAT_S = 0.5
-LATE_FACTOR = 2  # of a listener's interval counts at most this much: what lies beyond, it was held up itself
+_LATE_FACTOR = 2  # of a watcher's interval counts at most this much: what lies beyond, it was held up itself
 
 _FORM = struct.Struct("<QQ")
+
+
+def seen(passed: float, interval: float) -> float:
+    """Of a time that passed between two looks of a watcher what it was there for. Any unit."""
+    return min(passed, _LATE_FACTOR * interval)
 
 
 class Beat(NamedTuple):
@@ -65,7 +70,7 @@ class Listener:
 
     def __init__(self, path: Path, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._longest_s = LATE_FACTOR * interval_s
+        self._interval_s = interval_s
         self._clock = clock
         self._heard: Beat | None = None
         self._listened_at = clock()
@@ -74,7 +79,7 @@ class Listener:
     def listen(self) -> float:
         """Seconds of silence as of now; 0 as long as it was never heard. Call it every `interval_s`."""
         now, last = self._clock(), read(self._path)
-        passed_s = min(now - self._listened_at, self._longest_s)
+        passed_s = seen(now - self._listened_at, self._interval_s)
         self._listened_at = now
         if last is not None and last != self._heard:
             self._heard, self.silent_s = last, 0.0
