@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from bench import scratch
+from bench.ports import free_port
 from bench.sse import Answer, SseConnection, StreamError, Watcher
 from tiers.paths import Paths
 
@@ -60,13 +60,6 @@ def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 60.0, 
         if time.monotonic() > deadline:
             raise DriverError(f"waited {timeout_s:g} s for {what}")
         time.sleep(every_s)
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---------------------------------------------------------------- processes

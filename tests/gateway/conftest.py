@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.ports import free_port
 from gateway.app import serve
 from gateway.config import GatewayConfig
 from gateway.settings import GatewaySettings
@@ -44,12 +44,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"vocab_size": VOCAB_COUNT, "max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 1}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class World:

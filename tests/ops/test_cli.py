@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 import gateway
+from bench.ports import free_port
 from engine import pid_file
 from engine.status_page import StatusPage
 from ops import cli, config, running, serve, show
@@ -362,12 +363,6 @@ def test_what_can_never_serve_is_refused_before_anything_is_made(
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "new").exists()
     assert not Path("/dev/shm", "x" * 90).exists()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.driver import System, free_port
+from bench.driver import System
+from bench.ports import free_port
 from tests.system import harness as h
 
 
