@@ -164,6 +164,7 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     _name_adapters(config, adapters)
 
     supervisors = Supervisors(config.paths)
+    dispatcher.inquests.host_speaks = supervisors.host_speaks
     durability = Durability(
         config.paths.keeper_socket, table, sessions, dispatcher.engines.values, journals, lambda: supervisors.away
     )

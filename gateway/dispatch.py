@@ -69,7 +69,7 @@ class Dispatcher:
         self.on_captured: Callable[[Stream], None] = lambda stream: None
         self.moves = Moves(self)
         self.standbys = Standbys(self, settings.hot_sessions) if settings.failover == "hot" else None
-        self._inquests = Inquests(table, settings.poison_deaths, spawn, self._end_poison, self._place_pending)
+        self.inquests = Inquests(table, settings.poison_deaths, spawn, self._end_poison, self._place_pending)
         self._watchers: list[Moves | Standbys] = [self.moves, *([self.standbys] if self.standbys else [])]
         self._settled = True
         self._read_back_at = self._named_at = 0.0  # streams of an earlier process; those that engines go on with
@@ -262,7 +262,7 @@ class Dispatcher:
 
     def _stop_waiting(self, stream: Stream) -> None:
         self.pending.pop(stream.id, None)
-        self._inquests.drop(stream)
+        self.inquests.drop(stream)
         self._stop_timer(stream)
 
     def _stop_timer(self, stream: Stream) -> None:
@@ -298,7 +298,7 @@ class Dispatcher:
         return in_order(
             Waiting(stream.id, order, stream.epoch > 0, stream.token_count > 0, bool(stream.readers))
             for order, stream in enumerate(self.pending.values())
-            if (self._settled or not stream.resumed) and not self._inquests.holds(stream)
+            if (self._settled or not stream.resumed) and not self.inquests.holds(stream)
         )
 
     def _place(self, stream: Stream) -> bool:
@@ -394,13 +394,13 @@ class Dispatcher:
                 self._begin_recovery(stream, loss)
         if loss.reason != "exited":
             had = [*streams, *engine.cancelled_lately(loss.noticed)]
-            self._inquests.engine_died(Incarnation(engine.name, engine.incarnation), had)
+            self.inquests.engine_died(Incarnation(engine.name, engine.incarnation), had)
         self.pending.update({stream.id: stream for stream in streams if stream.end is None})
         self._place_pending()
 
     def engine_gone(self, gone: m.EngineGone) -> None:
         """How an engine died."""
-        self._inquests.heard(Incarnation(gone.engine, gone.incarnation), from_outside=gone.from_outside)
+        self.inquests.heard(Incarnation(gone.engine, gone.incarnation), from_outside=gone.from_outside)
 
     def _end_poison(self, stream: Stream) -> None:
         """A request that engines die of is ended, so that its neighbours go on."""

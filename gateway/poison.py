@@ -2,7 +2,8 @@
 
 The same request in flight at several deaths, without a token of it between, is ended, so that its neighbours go on. Only deaths
 that engines may have died of by themselves count. What kind a death was, the host agent says a moment after the death itself
-(`EngineGone`), so a request that would be ended waits for it: an operator who kills two engines at once ends nobody's answer.
+(`EngineGone`), so a request that would be ended waits for it: an operator who kills two engines at once ends nobody's answer. Only
+time counts in which both could speak: neither this process nor the host agent was stopped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ log = structlog.get_logger()
 
 UNSURE_WEIGHT = 0.25  # of a death at which the engine was not heard to have begun the request
 REPORT_WAIT_S = 3.0  # for the host agent's word, which takes milliseconds as a rule; without it a death counts
+SLICE_S = 0.5  # of that wait
+SILENCE_LIMIT_S = 60.0  # for one that stays stopped; `serve` continues or replaces it long before
 
 
 class Incarnation(NamedTuple):
@@ -130,8 +133,9 @@ def judge(deaths: Deaths, last: Incarnation, limit: int) -> Literal["wait", "end
 class Inquests:
     """Requests that were found guilty, until it is known how their engines died. Owned by the dispatcher.
 
-    end   ends a stream with an error
-    free  has the dispatcher place again what it may
+    end          ends a stream with an error
+    free         has the dispatcher place again what it may
+    host_speaks  whether the host agent is heard
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class Inquests:
         self._spawn = spawn
         self._end = end
         self._free = free
+        self.host_speaks: Callable[[], bool] = lambda: True
         self._open: dict[str, Incarnation] = {}  # by stream: the death at which it was found guilty
 
     def holds(self, stream: Stream) -> bool:
@@ -176,7 +181,14 @@ class Inquests:
         self._spawn(self._wait_for_word(lost))
 
     async def _wait_for_word(self, lost: Incarnation) -> None:
-        await asyncio.sleep(REPORT_WAIT_S)
+        """In slices: one that took much longer this process was stopped in, and has not read yet what was said meanwhile."""
+        loop, listened_s, waited_s = asyncio.get_running_loop(), 0.0, 0.0
+        while listened_s < REPORT_WAIT_S and waited_s < SILENCE_LIMIT_S:
+            begun, slice_s = loop.time(), min(SLICE_S, REPORT_WAIT_S)
+            await asyncio.sleep(slice_s)
+            waited_s += slice_s
+            if loop.time() - begun < 2 * slice_s and self.host_speaks():
+                listened_s += slice_s
         self.heard(lost, from_outside=False)
 
     def heard(self, lost: Incarnation, *, from_outside: bool) -> None:

@@ -31,6 +31,10 @@ class Supervisors:
         }
         self.away: dict[str, str] = {}
 
+    def host_speaks(self) -> bool:
+        """The host agent was heard at the last look, or never yet."""
+        return not self._listeners[HOST_AWAY][1].silent_s
+
     async def run(self) -> None:
         """Listen, for ever."""
         while True:

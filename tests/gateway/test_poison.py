@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 from gateway import poison
-from gateway.poison import Death, Deaths, Incarnation, InFlight, Verdict, judge, suspects
+from gateway.poison import Death, Deaths, Incarnation, InFlight, Inquests, Verdict, judge, suspects
+from gateway.streams import StreamTable
+from gateway.supervisors import Supervisors
 from tests.gateway.conftest import Sse, World, chat
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.test_failover import pair
@@ -105,6 +109,50 @@ async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_worl
     monkeypatch.setattr(poison, "REPORT_WAIT_S", 0.05)
     _, task = await both_had_begun(make_world)
     assert (await task).errors[0]["code"] == "poison_request"
+
+
+async def test_host_agent_that_is_stopped_is_waited_for(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Everybody is stopped as engines are killed; the gateway goes on first, and the host agent much later."""
+    monkeypatch.setattr(poison, "REPORT_WAIT_S", 0.01)
+    looks, waited = 0, asyncio.Event()
+
+    def silent(_: Supervisors) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks > 10:
+            waited.set()
+        return False
+
+    monkeypatch.setattr(Supervisors, "host_speaks", silent)
+    world, task = await both_had_begun(make_world)
+    await waited.wait()
+    for engine in world.engines:
+        world.host.gone(engine, from_outside=True)
+    await world.engine("e0", 2)
+    got = await task
+    assert (got.finish_reason, got.errors) == ("length", [])
+
+
+async def test_time_that_the_gateway_was_stopped_for_is_no_silence_of_the_host_agent(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(poison, "REPORT_WAIT_S", 0.02)
+    loop, stopped_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + stopped_s)
+    looks = 0
+
+    def speaks() -> bool:
+        nonlocal looks
+        looks += 1
+        return True
+
+    nobody = cast(StreamTable, SimpleNamespace(live={}))
+    inquests = Inquests(nobody, 2, asyncio.create_task, lambda stream: None, lambda: None)
+    inquests.host_speaks = speaks
+    work = asyncio.create_task(inquests._wait_for_word(FIRST))
+    await asyncio.sleep(0)
+    stopped_s = 60.0
+    await work
+    assert looks == 1, "of the slice after it, the only one that counts"
 
 
 async def test_next_suspect_is_tried_as_soon_as_the_one_before_is_cleared(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
