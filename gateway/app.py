@@ -11,6 +11,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Coroutine
@@ -61,6 +62,7 @@ log = structlog.get_logger()
 SWEEP_INTERVAL_S = 5.0
 LOOK_INTERVAL_S = 1.0
 BODY_MARGIN_BYTES = 1024
+BACKLOG = 1024
 
 
 class Refused(Exception):
@@ -315,12 +317,15 @@ class TaskOwner:
 
 
 async def _listen(config: GatewayConfig, runner: web.AppRunner) -> None:
-    site = web.TCPSite(runner, config.gateway.host, config.gateway.port, backlog=1024, reuse_address=True)
+    host, port = config.gateway.host, config.gateway.port
+    sites: list[web.BaseSite] = [
+        web.SockSite(runner, socket.socket(fileno=descriptor), backlog=BACKLOG) for descriptor in config.listen_on
+    ]
     try:
-        await site.start()
+        for site in sites or [web.TCPSite(runner, host, port, backlog=BACKLOG, reuse_address=True)]:
+            await site.start()
     except OSError as error:
-        where = f"{config.gateway.host}:{config.gateway.port}"
-        raise Refused(f"can't listen on {where}: {error.strerror or error}; choose another --port") from error
+        raise Refused(f"can't listen on {host}:{port}: {error.strerror or error}; choose another --port") from error
 
 
 async def _until(stop: asyncio.Event, tasks: TaskOwner) -> None:

@@ -23,6 +23,7 @@ class GatewayConfig:
     model_name      what clients put into `model`
     context_tokens  longest sequence; 0 means what the model declares
     adapters        `engine.adapters`: those that have a name from the start
+    listen_on       listening sockets, inherited from `serve`, which keeps them over this process's death; none: it opens its own
     """
 
     data_dir: Path
@@ -33,6 +34,7 @@ class GatewayConfig:
     tiers: TierSettings = TierSettings()
     context_tokens: int = 0
     adapters: str = ""
+    listen_on: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, text: str) -> GatewayConfig:

@@ -138,6 +138,7 @@ class ChildCommand:
     """What to run: `python -m MODULE arguments`, settings handed over by stdin.
 
     with_parent  it dies when its starter dies
+    descriptors  open files that it inherits, under the same numbers
     bare         MODULE takes no --config-json; `arguments` tell it everything
     """
 
@@ -147,6 +148,7 @@ class ChildCommand:
     arguments: tuple[str, ...] = ()
     with_parent: bool = True
     bare: bool = False
+    descriptors: tuple[int, ...] = ()
 
     @property
     def line(self) -> list[str]:
@@ -167,7 +169,11 @@ def times(count: int) -> str:
 async def start_child(command: ChildCommand) -> asyncio.subprocess.Process:
     """Start a child in a session of its own: Ctrl-C on the terminal reaches `serve` alone."""
     process = await asyncio.create_subprocess_exec(
-        *command.line, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=child_environment()
+        *command.line,
+        stdin=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env=child_environment(),
+        pass_fds=command.descriptors,
     )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):

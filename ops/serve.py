@@ -1,16 +1,15 @@
 """`concordia serve`: the small supervisor in the foreground. Starts gateway and host agent, starts either again when it dies.
 
-Runs in the command's own process on one asyncio loop and does nothing else, so that there is little to fail. SIGTERM, SIGINT, or
-SIGHUP when its terminal goes: the gateway drains (answers in progress end, or are stored and go on after the next start), then the
-host agent ends engines and keeper. A second signal kills. When this process itself is killed, gateway and host agent die with it
-(PR_SET_PDEATHSIG).
+Runs in the command's own process on one asyncio loop, holds the port for gateway after gateway, and does nothing else, so that there is
+little to fail. SIGTERM, SIGINT, or SIGHUP when its terminal goes: the gateway drains (answers in progress end, or are stored and go on
+after the next start), then the host agent ends engines and keeper. A second signal kills. When this process itself is killed, gateway
+and host agent die with it (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -22,10 +21,10 @@ from urllib.parse import urlsplit
 import structlog
 
 from engine import pid_file
-from ops import cuda_lane, running
+from ops import cuda_lane, listening, running
 from ops.client import base_url
 from ops.config import Config
-from ops.errors import AlreadyRunning, ConfigError, ModelError, OpsError, StateRefused
+from ops.errors import ConfigError, ModelError, OpsError, StateRefused
 from ops.models import Model
 from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
 from ops.show import Progress, counted, print_welcome
@@ -53,15 +52,18 @@ SERVED = "this data directory is being served already"
 class Supervisor:
     """Gateway and host agent of one installation."""
 
-    def __init__(self, config: Config, model_dir: Path, model_name: str) -> None:
+    def __init__(self, config: Config, model_dir: Path, model_name: str, port: list[socket.socket]) -> None:
         self.config = config
+        self._port = port
         self._model = Model(model_dir, model_name)
         self._paths = config.paths
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
         backoff = Backoff(100, 5000, 30.0)
         host = ChildCommand("host", "ops.host", config.host_json(model_dir, model_name))
-        gateway = ChildCommand("gateway", "gateway", config.gateway_json(model_dir, model_name))
+        inherited = tuple(held.fileno() for held in port)
+        settings = config.gateway_json(model_dir, model_name) | {"listen_on": inherited}
+        gateway = ChildCommand("gateway", "gateway", settings, descriptors=inherited)
         self._host = KeptProcess(
             host, self._paths.pid_file("host"), backoff, give_up_after=QUICK_DEATHS, fatal=FATAL,
             watchdog=self._watchdog("host"),
@@ -82,7 +84,6 @@ class Supervisor:
                 loop.add_signal_handler(number, self._on_signal, number)
         lock = FileLock(self._paths.serve_lock).take(SERVED)
         try:
-            check_port(self.config.gateway.host, self.config.gateway.port)
             become_subreaper()
             pid_file.write(self._paths.pid_file("serve"), pid=os.getpid())
             self._paths.gateway_url.write_text(base_url(self.config))
@@ -142,6 +143,8 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         kill = asyncio.create_task(self._kill_on_second_signal())
+        for held in self._port:  # the gateway has its own; after it nobody would answer
+            held.close()
         await self._gateway.stop(self.config.gateway.drain_s + STOP_MARGIN_S)
         await self._host.stop(3 * self.config.host.stop_timeout_s + STOP_MARGIN_S)
         kill.cancel()
@@ -203,32 +206,6 @@ async def get_status(url: str, api_key: str) -> int:
         writer.close()
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise AlreadyRunning if the port can't be had, ConfigError if the host isn't here; better now than in a child's log."""
-    if port == 0:
-        raise OpsError("port 0 can't be served: clients need to know the port; give one by --port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise _other_host(host, error) from error
-    try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise _other_host(host, error) from error
-        raise AlreadyRunning(
-            f"{host}:{port} can't be listened on ({error.strerror or error}); choose another with --port"
-        ) from error
-
-
-def _other_host(host: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"gateway.host {host} is no address of this machine ({error.strerror}); choose another with --host"
-    )
-
-
 def check_sockets(config: Config) -> None:
     """Raise ConfigError if the lane directory's name is too long for the sockets in it."""
     longest = config.paths.longest_socket_bytes
@@ -278,7 +255,7 @@ def refuse_early(config: Config) -> None:
     if is_held(lock):
         FileLock(lock).take(SERVED).release()  # raises, naming the holder, unless it has just ended
     _refuse_half_restored(config.paths)
-    check_port(config.gateway.host, config.gateway.port)
+    listening.check_port(config.gateway.host, config.gateway.port)
     Keyring.from_environment()  # raises BadKeys now rather than in every process
     from ops.installation import need_whole_sessions
 
@@ -312,7 +289,9 @@ def serve(config: Config, model_dir: Path, model_name: str) -> None:
         place = f"{error.filename}: {error.strerror}"
         raise OpsError(f"{place}; name directories that can be written to by --data-dir and --lane-dir") from error
 
+    port = listening.listen(config.gateway.host, config.gateway.port)
+
     async def run() -> None:
-        await Supervisor(config, model_dir, model_name).run()
+        await Supervisor(config, model_dir, model_name, port).run()
 
     asyncio.run(run())

@@ -28,7 +28,7 @@ import gateway
 from bench.ports import free_port
 from engine import pid_file
 from engine.status_page import StatusPage
-from ops import cli, config, running, serve, show
+from ops import cli, config, listening, running, serve, show
 from ops.client import for_commands
 from ops.errors import AlreadyRunning, OpsError
 from ops.models import Model
@@ -377,7 +377,7 @@ def test_a_taken_port_is_said_at_once() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(AlreadyRunning, match="choose another with --port"):
-            serve.check_port("127.0.0.1", taken.getsockname()[1])
+            listening.check_port("127.0.0.1", taken.getsockname()[1])
 
 
 def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import os
+import signal
 
 import pytest
 
@@ -57,6 +59,24 @@ def test_tiny_gateway_killed_twice_and_engine_once_in_one_answer(tiny: System) -
     assert got.broken
     resume_when_back(tiny, got, watch=h.after(len(got.tokens) + 50, h.killer(tiny)))
     h.assert_same(got, want, "gateway and engine killed")
+
+
+def test_tiny_who_connects_while_no_gateway_is_there_waits_and_is_not_refused(tiny: System) -> None:
+    """`serve` holds the port: these requests are sent once, to nobody, and the next gateway answers them."""
+    body = h.chat(tiny, h.prompts(seed=73, count=1)[0], tokens=4)
+    want = tiny.stream(h.CHAT, body)
+    supervisor = tiny.pid("serve")
+    os.kill(supervisor, signal.SIGSTOP)  # so that nobody is there for as long as we like
+    connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60.0)
+    try:
+        tiny.wait_dead(tiny.signal("gateway"))
+        connection.request("GET", "/v1/models")
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    assert connection.getresponse().status == 200
+    connection.close()
+    tiny.wait_dead(tiny.signal("gateway"))
+    h.assert_same(tiny.stream(h.CHAT, body), want, "sent while the gateway was killed")
 
 
 def test_tiny_cursor_gives_exactly_what_comes_after_each_event(tiny: System) -> None:
