@@ -35,10 +35,10 @@ def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
     lengths = QUICK_LENGTHS if options.quick else LENGTHS
+    rows = report.Report("failover_policies", options)
     prompts = {length: report.random_tokens(draw, length) for length in lengths}
     with scratch.directory("policies") as directory:
         measured = {policy: measure(options, policy, prompts, directory / "data") for policy in POLICIES}
-    rows = report.Report("failover_policies", options)
     rows.details = measured
     gap = {(p, n): report.median([kill["gap_ms"] for kill in measured[p][n]]) for p in POLICIES for n in lengths}
     for policy in POLICIES:

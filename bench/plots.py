@@ -10,21 +10,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.report import RESULTS
+from bench.report import RESULTS, say
 
 
 def draw_all(directory: Path = RESULTS) -> list[Path]:
-    """One PNG beside each saved result of a directory; the paths."""
-    return [draw(json.loads(path.read_text()), path.with_suffix(".png")) for path in sorted(directory.glob("*.json"))]
+    """One PNG beside each saved result of a directory; the paths. What is no result, or has no rows, is told and passed over."""
+    drawn = []
+    for path in sorted(directory.glob("*.json")):
+        try:
+            drawn.append(draw(json.loads(path.read_text()), path.with_suffix(".png")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            say(f"{path}: not drawn: {error!r}")
+    return drawn
 
 
 def draw(result: dict[str, Any], target: Path) -> Path:
+    """Raises ValueError, KeyError or TypeError for what is no result or has no rows."""
+    rows, wanted = result["rows"], result.get("wanted") or {}
+    if not rows:
+        raise ValueError("no rows")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows, wanted = result["rows"], result.get("wanted") or {}
     figure, axes = pyplot.subplots(figsize=(max(6.0, 1.6 * len(rows)), 4.5), layout="constrained")
     for index, row in enumerate(rows):
         axes.bar(index - 0.2, row["baseline"], 0.4, color="#9aa5b1", label="baseline" if index == 0 else None)

@@ -1,16 +1,18 @@
 """What every bench shares: its command line, medians, the table for people and the one JSON line for scripts.
 
-A bench calls `arguments`, measures, and gives `Report.finish` its rows; the last line on stdout is the JSON object, and a
-copy lies where `results_of` says. Runs on the bench's own main thread.
+A bench calls `arguments`, makes its `Report`, measures, and finishes it; the last line on stdout is the JSON object, and a
+copy lies where `results_of` says. Runs on the bench's own main thread. SIGTERM ends a bench as Ctrl-C does: what it made goes first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 QUICK = "quick"  # below RESULTS, ignored by git: a quick look leaves the checkout as it was
 SEED = 20261129
+DIRTY = "-dirty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +56,29 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Rows of one bench; `options` are what `arguments` gave it."""
+    """Rows of one bench; `options` are what `arguments` gave it. Made before anything is measured: time and commit are those of then."""
 
     bench: str
     options: argparse.Namespace
     rows: list[Row] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)  # raw samples and parts; only in the saved file
     started: float = field(default_factory=time.monotonic)
+    commit: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commit = commit()
 
     def add(self, row: Row) -> None:
+        """Raises ValueError for a figure that is none (nan, infinity), and for a case that is there already."""
+        if not all(map(math.isfinite, (row.value, row.baseline, row.ratio))):
+            raise ValueError(f"{row.case}: no figure: {row}")
+        if any(row.case == known.case for known in self.rows):
+            raise ValueError(f"{row.case}: measured twice: {row}")
         self.rows.append(row)
         say(f"  {row.case}: {row.value:.4g} {row.unit}, baseline {row.baseline:.4g}, ratio {row.ratio:.4g} {row.note}")
 
     def finish(self) -> None:
-        """Print the table, save the result, print the JSON line last."""
+        """Print the table, save the result, print the JSON line last, also of a result that could not be saved."""
         table = Table(title=f"{self.bench}{' (quick)' if self.options.quick else ''}")
         for heading in ("case", "value", "baseline", "ratio", "wanted"):
             table.add_column(heading, justify="left" if heading == "case" else "right")
@@ -76,45 +88,77 @@ class Report:
         Console(file=sys.stdout, width=120 if not sys.stdout.isatty() else None).print(table)
         line = {
             "bench": self.bench,
-            "commit": commit(),
+            "commit": self._measured_commit(),
             "machine": machine(),
             "rows": [row.json() for row in self.rows],
         }
-        self._save(line)
-        print(json.dumps(line, allow_nan=False), flush=True)
+        try:
+            self._save(line)
+        finally:
+            print(json.dumps(line, allow_nan=False), flush=True)
+
+    def _measured_commit(self) -> str:
+        """The commit of the start; "-dirty" too if the tree is another by now: processes that were started late had that one."""
+        return self.commit if commit() == self.commit else self.commit.removesuffix(DIRTY) + DIRTY
 
     def _save(self, line: dict[str, Any]) -> None:
         directory = results_of(self.options)
         directory.mkdir(parents=True, exist_ok=True)
         saved = {
             **line,
-            "quick": self.options.quick,
+            **regime(self.options),
             "seconds": round(time.monotonic() - self.started, 1),
             "wanted": {row.case: row.want for row in self.rows},
             "details": self.details,
         }
         file = directory / f"{self.bench}.json"
-        file.write_text(json.dumps(saved, indent=1, default=asdict) + "\n")
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(json.dumps(saved, indent=1, default=asdict, allow_nan=False) + "\n")
+        partial.replace(file)
         say(f"  saved in {os.path.relpath(file)}")
 
 
 def arguments(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options that every bench has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    """The options that every bench has, from the command line or from `argv`."""
+    return parsed(parser(doc), argv)
+
+
+def parsed(options: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Those of a parser; of a command line: from here on SIGTERM ends this process as Ctrl-C does."""
+    if argv is None:
+        signal.signal(signal.SIGTERM, _leave)
+    return options.parse_args(argv)
+
+
+def _leave(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` sends it to a process and to its group; once is enough
+    sys.exit(128 + number)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of the options that every bench has."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_argument(
         "--quick",
         action="store_true",
         help="fewer repeats and lengths, under five minutes; saved in bench/results/quick/",
     )
-    parser.add_argument(
+    options.add_argument(
         "--save",
         action="store_true",
         help="save a quick run in bench/results/, where full runs are saved and git looks",
     )
-    parser.add_argument("--model", default="smollm2", help="name or directory of the model (default: the demo model)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each engine and each baseline")
-    parser.add_argument("--seed", type=int, default=SEED)
-    return parser.parse_args(argv)
+    options.add_argument("--model", default="smollm2", help="name or directory of the model (default: the demo model)")
+    options.add_argument("--threads", type=int, default=1, help="torch threads of each engine and each baseline")
+    options.add_argument("--seed", type=int, default=SEED)
+    return options
+
+
+def regime(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that figures depend on."""
+    return {name: getattr(options, name) for name in ("quick", "model", "threads", "seed")}
 
 
 def results_of(options: argparse.Namespace) -> Path:
@@ -146,11 +190,17 @@ def length_name(token_count: int) -> str:
 
 
 def commit() -> str:
-    """Hash of the commit, with "-dirty" if the tree differs from it; "unknown" outside a repository."""
+    """Hash of the commit, with "-dirty" if the tree differs from it, results apart; "unknown" outside a repository."""
     head = _git("rev-parse", "HEAD")
     if not head:
         return "unknown"
-    return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    return head + (DIRTY if changed else "")
+
+
+def is_exact(commit: str) -> bool:
+    """Whether the commit is known and the tree was as it says."""
+    return commit != "unknown" and not commit.endswith(DIRTY)
 
 
 def _git(*command: str) -> str:
