@@ -136,7 +136,7 @@ class Ahead:
         return [(track, block) for block in sealed or ()]
 
     def _is_new(self, store: Store, block: Sealed) -> bool:
-        """Whether a block is neither stored nor ready, and made of records in lanes alone: all of those are verified."""
+        """Whether a block is neither stored nor ready, and made of records in lanes alone."""
         if block.id in self._values or not all(isinstance(part.source, LaneRef) for part in block.parts):
             return False
         with store.snapshot() as view:
@@ -151,7 +151,10 @@ class Ahead:
         elif self._buffers[used].size < size:
             self._buffers[used] = np.empty(size, np.uint8)
         value = self._buffers[used][:size]
-        frames = [(source.lane.frame(source.header, verify=False), n, a, b) for source, n, a, b, _ in block.parts]
+        frames = []
+        for source, frame_tokens, start, end, _ in block.parts:
+            waited = (source.lane.lane_id, source.header.number) not in self._verified
+            frames.append((source.lane.frame(source.header, verify=waited), frame_tokens, start, end))
         layout.join(frames, value[frame_offset(count) :])
         pack_value(value, KIND_BLOCK, track.root, track.block_tokens, block.parent, block.token_start, block.tokens)
         if all(source.lane.intact(source.header) for source, *_ in block.parts):

@@ -168,7 +168,9 @@ class Sealing:
             return
         self._counts["captured_bytes"] += track.layout.frame_bytes(max(0, track.position - position))
         for block in sealed:
-            self._seal(group, track, header.sequence, block)
+            if not self._seal(group, track, header.sequence, block, source):
+                track.end_before(block)
+                return
 
     def _take_point(self, group: Group, lane: LaneReader, header: RecordHeader) -> None:
         where = _where(lane, header)
@@ -226,8 +228,11 @@ class Sealing:
 
     # ------------------------------------------------------------ blocks and tails
 
-    def _seal(self, group: Group, track: Track, sequence: SequenceId, block: Sealed) -> None:
-        """Store a block that became whole, unless it is there, and drop the tail pieces that it supersedes."""
+    def _seal(self, group: Group, track: Track, sequence: SequenceId, block: Sealed, newest: LaneRef) -> bool:
+        """Store a block that became whole, unless it is there, and drop the tail pieces that it supersedes.
+
+        newest  the record that made it whole. Returns whether the block is stored: what waited for it may have gone bad
+        """
         if self.named is not None:
             self.named.add(block.id)
         if group.good_block(block.id):
@@ -236,11 +241,11 @@ class Sealing:
             value = self.ahead.value(block)
             try:
                 if value is None:
-                    self._join(group, track, block.parts, len(block.tokens) // 4)
-            except BadBlock as error:
+                    self._join(group, track, block.parts, len(block.tokens) // 4, newest)
+            except (BadBlock, BadRecord) as error:
                 self._counts["bad_blocks"] += 1
                 log.warning("drain.bad_block", error=str(error))
-                return
+                return False
             failpoints.reach("drain.seal.before")
             group.put_block(track, block, value)
             failpoints.reach("drain.seal.after")
@@ -249,14 +254,20 @@ class Sealing:
             if isinstance(part.source, bytes):
                 group.delete_tail(part.source)
         self._drop_superseded(group, track, sequence, block)
+        return True
 
-    def _join(self, group: Group, track: Track, parts: list[Part], token_count: int) -> None:
-        """Build one frame out of parts in lanes (verified when they were taken) and on disk (verified here)."""
+    def _join(
+        self, group: Group, track: Track, parts: list[Part], token_count: int, newest: LaneRef | None = None
+    ) -> None:
+        """Build one frame out of parts in lanes and on disk, verified. Raises BadBlock, BadRecord.
+
+        newest  a record that has just been verified; the others were when they were taken, and may have waited for long since
+        """
         out = group.frame_buffer(token_count, track.layout)
         frames: list[tuple[Any, int, int, int]] = []
         for source, count, start, end, _ in parts:
             if isinstance(source, LaneRef):
-                frame = source.lane.frame(source.header, verify=False)
+                frame = source.lane.frame(source.header, verify=source != newest)
             else:
                 frame = group.tail(source).frame
             frames.append((frame, count, start, end))
@@ -288,7 +299,12 @@ class Sealing:
             waits = self._waiting.setdefault(sequence, now)
             full = any(is_filling(lane) for lane in _lanes_of(track))
             if everything or track.closed or full or waits <= due:
-                self._store_tail(group, track, sequence)
+                try:
+                    self._store_tail(group, track, sequence)
+                except BadRecord as error:
+                    self._counts["bad_records"] += 1
+                    log.warning("drain.bad_record", error=str(error))
+                    track.forget_waiting()
             if track.stored_position == track.position:
                 del self._waiting[sequence]
             state = (track.parent, track.stored_position, track.closed)

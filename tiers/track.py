@@ -102,6 +102,18 @@ class Track:
         self.parent, self.block_start, self.tokens, self.parts = block.id, self.position, b"", []
         return block
 
+    def end_before(self, block: Sealed) -> None:
+        """Be as far as before a block that can't be stored: nothing after it could be restored."""
+        self.parent, self.block_start, self.position = block.parent, block.token_start, block.token_start
+        self.tokens, self.parts = b"", []
+        self.passed = {start: passed for start, passed in self.passed.items() if start < block.token_start}
+
+    def forget_waiting(self) -> None:
+        """Be as far as it is stored: what waits in a lane can't be read any more."""
+        self.position = self.stored_position
+        self.parts = [part for part in self.parts if isinstance(part.source, bytes)]
+        self.tokens = self.tokens[: 4 * (self.position - self.block_start)]
+
     @property
     def stored_position(self) -> int:
         """How far it is in the store: tail pieces have their key as source, what waits in a lane has not."""

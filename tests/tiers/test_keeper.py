@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from tiers.lane_reader import LaneReader
 from tiers.lock import is_held
 from tiers.rebuild import TokenList
 from tiers.store import Store
+from tiers.verify import verify
 
 TOKENS = some_tokens(5 * BLOCK + 3)
 REPOSITORY = Path(__file__).parents[2]
@@ -213,8 +215,10 @@ def test_flipped_tail_piece_never_becomes_part_of_a_block(world: World) -> None:
     data = world.paths.store / "data.mdb"
     flip(data, data.read_bytes().find(rows(0, TOKENS[:5]).tobytes()) + 3)
     append_rows(lane, "a", 5, TOKENS[5:16])
-    counts = world.drain()
-    assert counts["bad_blocks"] == 1 and counts["blocks_put"] == 1
+    drain = world.drained()
+    assert drain.counts["bad_blocks"] == 1 and drain.counts["blocks_put"] == 0
+    assert drain.positions([sequence("a")]) == {sequence("a").hex(): (0, 0)}, "what comes after it can't be restored"
+    drain.close()
     with pytest.raises(BadBlock):
         world.restorable(TOKENS)
 
@@ -573,6 +577,38 @@ def test_killed_with_rows_waiting(world: World) -> None:
     append_rows(lane, "a", 21, TOKENS[21:])
     assert world.drain()["blocks_put"] == 3
     assert world.restorable(TOKENS) == 43
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("busy", [False, True])
+def test_rows_that_go_bad_while_they_wait_are_not_stored(world: World, ended: bool, busy: bool) -> None:
+    """A block or a tail is as good as its checksum says: it isn't made of rows that were flipped after they had been looked at."""
+    lane = world.lane()
+    world.capture(lane, "a", TOKENS, [8, 11])
+    drain = Drain(world.paths, dataclasses.replace(world.settings, tail_interval_ms=60_000))
+    drain.step()
+    number = lane.head - 1
+    flip(
+        world.paths.lane("e0"),
+        data_offset(64) + LaneReader.open(world.paths.lane("e0")).records(number)[0].payload_offset + 70,
+    )
+    if ended:
+        lane.append_close(sequence("a"), 1, 11)
+    else:
+        append_rows(lane, "a", 11, TOKENS[11:30])
+    if busy:  # so that the next group is made ready beside a commit
+        world.capture(lane, "b", some_tokens(40, seed=3), range(1, 41))
+    while drain.step():
+        continue
+    drain.flush(sync=True)
+    counts = drain.counts
+    assert counts["bad_records"] + counts["bad_blocks"] == 1
+    assert drain.positions([sequence("a")]) == {sequence("a").hex(): (8, 8)}
+    drain.close()
+    lane.close()
+    shutil.rmtree(world.paths.lane_dir)
+    assert world.restorable(TOKENS) == 8
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
 
 
 # ---------------------------------------------------------------- compaction through the control socket
