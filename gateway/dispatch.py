@@ -417,7 +417,7 @@ class Dispatcher:
 
     def _begin_recovery(self, stream: Stream, loss: failover.Loss) -> None:
         if stream.recovery is not None:  # lost again before the next token
-            stream.record(stream.recovery.finish(loss.noticed))
+            stream.record(stream.recovery.cut_short(loss.noticed))
         stream.recovery = failover.Recovering(loss, len(stream.tokens))
         stream.comment(failover.lost_comment(loss, len(stream.tokens)))
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from gateway.journal import Lost, Recovery
 from gateway.streams import Stream
 
@@ -67,8 +69,16 @@ class Recovering:
     def force(self, token_count: int, ms: float) -> Recovering:
         return replace(self, forced_tokens=token_count, force_ms=ms)
 
+    def cut_short(self, noticed: float) -> Recovery:
+        """The record where the next loss comes before a token, with the parts that came to pass.
+
+        That loss may have been noticed before we knew, and placed the stream there: no part is negative.
+        """
+        now = max(noticed, self.loss.certain, self.submitted, self.started)
+        return msgspec.structs.replace(self.finish(now), cut_short=True)
+
     def finish(self, now: float) -> Recovery:
-        """The record, once the next token is there (or the next loss, then with the parts that came to pass)."""
+        """The record, once the next token is there."""
         loss = self.loss
         submitted = self.submitted or now
         started = self.started or now

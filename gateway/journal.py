@@ -132,7 +132,10 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One loss of an engine, from the last sign of life to the next delivered token, in ms (parts add up to the gap)."""
+    """One loss of an engine, from the last sign of life to the next delivered token, in ms (parts add up to the gap).
+
+    cut_short  no token ended it: the next loss came first, and the gap goes to the first sign of that one
+    """
 
     engine: str
     reason: str
@@ -147,6 +150,7 @@ class Recovery(msgspec.Struct, frozen=True, omit_defaults=True):
     next_token_ms: float = 0.0
     restored_tokens: int = 0
     forced_tokens: int = 0
+    cut_short: bool = False
 
 
 class Migration(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -268,3 +268,15 @@ def test_parts_of_a_recovery_add_up_to_its_gap() -> None:
 def test_link_that_ended_first_is_when_the_death_was_noticed() -> None:
     loss = loss_of("e0", "killed", heard=1.0, link_lost=1.25, told=1.5, detect_ms=0.0, fence_ms=0.5)
     assert (loss.last_heard, loss.noticed, loss.certain) == (1.0, 1.25, 1.5)
+
+
+def test_a_recovery_that_the_next_loss_cuts_short_says_so_and_has_no_negative_part() -> None:
+    """Both engines died at once: the second one's death was noticed before the stream was given to it."""
+    loss = loss_of("e0", "killed", heard=1.0, link_lost=2.0, told=3.0, detect_ms=0.0, fence_ms=0.0)
+    for placed in (Recovering(loss, 7).submit("e1", 3.1), Recovering(loss, 7).submit("e1", 3.1).start(5, 3.2)):
+        recovery = placed.cut_short(2.5)
+        parts = [
+            getattr(recovery, f"{part}_ms") for part in ("detect", "fence", "wait", "restore", "force", "next_token")
+        ]
+        assert recovery.cut_short and min(parts) >= 0
+        assert sum(parts) == pytest.approx(recovery.gap_ms)

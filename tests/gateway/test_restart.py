@@ -127,8 +127,9 @@ async def test_each_loss_is_told_though_everything_was_killed_before_the_next_to
     await world.start_gateway()
     third.allow(None)
     got = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
-    told = [(r["engine"], r["to_engine"], r["reason"], r["position"]) for r in got.concordia["recoveries"]]
-    assert told == [("e0", "e1", "killed", 28), ("e1", "e0", "lost with its gateway", 28)]
+    fields = ("engine", "to_engine", "reason", "position", "cut_short")
+    told = [tuple(recovery[field] for field in fields) for recovery in got.concordia["recoveries"]]
+    assert told == [("e0", "e1", "killed", 28, True), ("e1", "e0", "lost with its gateway", 28, False)]
     assert all(r["gap_ms"] > 0 and min(r[f"{part}_ms"] for part in PARTS) >= 0 for r in got.concordia["recoveries"])
     assert len(third.submits) == 1
 
