@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from gateway.adapters import AdapterTable, parse_setting
 from gateway.admit import Admission
 from gateway.api import GATEWAY, Gateway
 from gateway.chat_template import load_chat_template
-from gateway.choices import GroupForm, GroupTable
+from gateway.choices import Group, GroupForm, GroupTable
 from gateway.config import GatewayConfig, is_loopback
 from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
@@ -172,6 +172,12 @@ def compose(config: GatewayConfig, tasks: TaskOwner) -> tuple[Gateway, metrics.E
     )
     if tiers.durability == "turn":
         dispatcher.before_end = durability.settle
+
+        async def settle(group: Group, tell: Callable[[], None]) -> None:
+            await durability.settle(group)
+            tell()
+
+        groups.before_end = lambda group, tell: tasks.spawn(settle(group, tell))
 
     standbys = dispatcher.standbys
     if standbys is not None:

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,13 @@ class Group:
         self.readers: set[Reader] = set()
         self.end: bool | None = None  # True once every choice has ended and every event has its place
         self.on_end: Callable[[Group], None] = lambda group: None
+        # Calls back once what is written is as durable as is asked for.
+        self.before_end: Callable[[Group, Callable[[], None]], object] = lambda group, tell: tell()
         self.places: list[tuple[int, int]] = []  # event -> (choice, event of that choice)
         self._counts = [0] * len(streams)
         self._ready = 0
         self._scheduled = False
+        self._ending = False
 
     # ------------------------------------------------------------ order
 
@@ -75,15 +79,22 @@ class Group:
 
     def sync(self) -> None:
         """Give places to what choices have said since, journal them, then tell readers."""
-        if self.end or self.journal is None:
+        if self.end or self._ending or self.journal is None:
             return
         order = sorted(range(len(self.streams)), key=lambda choice: self.streams[choice].failed)
-        fresh = b"".join(bytes([c]) * (said(self.streams[c]) - self._counts[c]) for c in order)
-        if fresh:
-            record = j.Order(fresh)
+        record = j.Order(b"".join(bytes([c]) * (said(self.streams[c]) - self._counts[c]) for c in order))
+        if record.choices:
             self.journal.append(record)
-            self.apply(record)
-        if all(stream.end is not None for stream in self.streams):
+        self._ending = all(stream.end is not None for stream in self.streams)
+        if self._ending:
+            self.before_end(self, partial(self._tell, record))
+        else:
+            self._tell(record)
+
+    def _tell(self, record: j.Order) -> None:
+        self.apply(record)
+        if self._ending:
+            assert self.journal is not None, "it was just written to"
             self.end = True
             self.journal.close()
             self.on_end(self)
@@ -205,6 +216,7 @@ class GroupTable:
         self._written = written
         self._recent: OrderedDict[str, Group] = OrderedDict()
         self.live: dict[str, Group] = {}
+        self.before_end: Callable[[Group, Callable[[], None]], object] = lambda group, tell: tell()
 
     def open(self, spec: j.GroupSpec, streams: list[Stream]) -> Group:
         """Start a group whose choices are open already."""
@@ -308,7 +320,7 @@ class GroupTable:
 
     def _keep(self, group: Group) -> Group:
         self.live[group.id] = group
-        group.on_end = self._ended
+        group.on_end, group.before_end = self._ended, self.before_end
         return group
 
     def _ended(self, group: Group) -> None:

@@ -18,6 +18,7 @@ import structlog
 
 from engine.messages import TenantStats
 from gateway import metrics, supervisors
+from gateway.choices import Group
 from gateway.engines import Engine
 from gateway.journal_sync import JournalSync
 from gateway.sessions import SessionTable
@@ -136,24 +137,25 @@ class Durability:
             await self.look()
             await asyncio.sleep(INTERVAL_S)
 
-    async def settle(self, stream: Stream) -> None:
-        """Before an answer ends under `turn`: its journal onto the disk, and its state as far as it is captured.
+    async def settle(self, answer: Stream | Group) -> None:
+        """Before an answer ends under `turn`: its journal onto the disk, and a stream's state as far as it is captured.
 
         Waits for TURN_WAIT_S at most: a disk or a keeper that is stuck never keeps an answer from ending, but it is said.
         """
         trouble = ""
         try:
             async with asyncio.timeout(TURN_WAIT_S):
-                if not await self.journals.sync([stream.journal.path] if stream.journal else []):
+                if not await self.journals.sync([answer.journal.path] if answer.journal else []):
                     trouble = "its journal can't be synced"
-                if stream.journal is not None and stream.journal.trouble:
-                    trouble = f"its journal can't be written: {stream.journal.trouble}"
-                await keeper_client.adrain(self._socket, sync=True, timeout_s=TURN_WAIT_S)
+                if answer.journal is not None and answer.journal.trouble:
+                    trouble = f"its journal can't be written: {answer.journal.trouble}"
+                if isinstance(answer, Stream):
+                    await keeper_client.adrain(self._socket, sync=True, timeout_s=TURN_WAIT_S)
         except (TierError, TimeoutError, ValueError, KeyError) as error:  # away, or of another version
             trouble = trouble or str(error) or f"not within {TURN_WAIT_S:g} s"
         if trouble:
             metrics.turns_unsynced.inc()
-            log.warning("deliver.turn_unsynced", stream=stream.id, session=stream.spec.session or None, error=trouble)
+            log.warning("deliver.turn_unsynced", stream=answer.id, session=answer.spec.session or None, error=trouble)
 
     async def look(self) -> None:
         """One round: positions, the keeper's state, what is degraded."""

@@ -20,6 +20,7 @@ import pytest
 
 from gateway import durability, metrics, supervisors
 from gateway.durability import failing_state
+from gateway import journal as j
 from gateway.journal_sync import JournalSync
 from tests.gateway.conftest import World
 from tests.tiers import forked
@@ -409,6 +410,28 @@ async def test_pinned_session_is_protected_by_a_standby_though_another_was_used_
         await world.until(lambda: protected("new"), 30.0)
     finally:
         keeper.kill()
+
+async def test_turn_has_the_order_of_several_choices_on_the_disk_before_their_end_is_told(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, states = await turn_world(make_world), list[str]()
+    sync = JournalSync.sync
+
+    async def synced(self: JournalSync, paths: Any = None) -> bool:
+        (path,) = paths
+        if path.suffix == ".group":
+            orders = [r.choices for r, _ in j.read_records(path.read_bytes()) if isinstance(r, j.Order)]
+            shown = await world.get(f"/v1/streams/{path.stem}?format=json")
+            states.append(f"{len(b''.join(orders))} {shown['stream']['state']}")
+        return await sync(self, paths)
+
+    monkeypatch.setattr(JournalSync, "sync", synced)
+    sse = await world.events("POST", CHAT, {**body(5), "stream": True, "n": 2})
+    assert states == [f"{2 * 7} live"]
+    assert sse.ids == list(range(2 * 7 + 1))
+    again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert again.events == sse.events
+
 
 
 async def answers(world: World) -> bool:
