@@ -13,7 +13,7 @@ from aiohttp import web
 from engine import messages as m
 from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, json_response, read_body
-from gateway.api_sessions import WRITE_TIMEOUT_S, session_view
+from gateway.api_sessions import WRITE_TIMEOUT_S, as_written, session_view
 from gateway.engines import Engine
 from gateway.errors import bad_request, conflict, not_found, quoted
 from gateway.openai_schema import decode_object
@@ -130,10 +130,13 @@ async def adopt_session(request: web.Request) -> web.Response:
         given.record, session=session, token_count=len(given.tokens) // 4, streams=[], parked=True
     )
     gateway.sessions.adopt(record, given.tokens)
-    if not await gateway.sessions.written(WRITE_TIMEOUT_S):
-        hint = "it is lost if the gateway is killed now"
-        log.warning("sessions.not_adopted", session=session, waited_s=WRITE_TIMEOUT_S, hint=hint)
-    return json_response(session_view(gateway, record), 201, headers={"X-Session-Id": session})
+    refused = await gateway.sessions.written(WRITE_TIMEOUT_S)
+    if refused:
+        log.warning(
+            "sessions.not_adopted", session=session, error=refused, hint="it is lost if the gateway is killed now"
+        )
+    view = as_written(session_view(gateway, record), refused)
+    return json_response(view, 201, headers={"X-Session-Id": session})
 
 
 def engine_rows(engines: dict[str, Engine]) -> list[tuple[str, bool, dict[str, float | str]]]:

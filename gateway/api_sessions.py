@@ -11,6 +11,7 @@ from aiohttp import web
 from engine.messages import adapter_root, pack_tokens, unpack_tokens
 from gateway import metrics
 from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, is_set, json_response, read_body
+from gateway.durability import SESSIONS_FAILING
 from gateway.errors import ApiError, conflict, not_found, quoted
 from gateway.forks import ForkRequest, fork_position, parse_fork
 from gateway.openai_schema import check_session_id
@@ -60,13 +61,13 @@ async def fork_session(request: web.Request) -> web.Response:
         )
     fork = gateway.sessions.fork(record.session, name, tokens, position)
     gateway.durability.doubt(name)
-    if not await gateway.sessions.written(WRITE_TIMEOUT_S):  # the record is all that a fork is
-        log.warning(
-            "fork.not_written", fork=name, waited_s=WRITE_TIMEOUT_S, hint="it is lost if the gateway is killed now"
-        )
+    refused = await gateway.sessions.written(WRITE_TIMEOUT_S)  # the record is all that a fork is
+    if refused:
+        log.warning("fork.not_written", fork=name, error=refused, hint="it is lost if the gateway is killed now")
     metrics.sessions_forked.inc()
     log.info("fork.done", session=record.session, fork=name, position=position)
-    return json_response(session_view(gateway, fork, caller), headers={"X-Session-Id": caller.shown(name)})
+    view = as_written(session_view(gateway, fork, caller), refused)
+    return json_response(view, headers={"X-Session-Id": caller.shown(name)})
 
 
 async def _fork_tokens(gateway: Gateway, record: SessionRecord, wish: ForkRequest) -> bytes:
@@ -107,7 +108,8 @@ async def park_session(request: web.Request) -> web.Response:
         stored = captured or record.captured
     gateway.sessions.park(record.session, stored, stored)
     log.info("park.done", session=record.session, slots_freed=slots, position=stored)
-    view = session_view(gateway, record, caller)
+    refused = await gateway.sessions.written(WRITE_TIMEOUT_S)
+    view = as_written(session_view(gateway, record, caller), refused)
     return json_response({**view, "slots_freed": slots}, headers={"X-Session-Id": shown})
 
 
@@ -125,12 +127,17 @@ async def delete_session(request: web.Request) -> web.Response:
         if stream.spec.session:
             gateway.sessions.begin_turn(stream, other_choices(stream, again))
     shown = request[CALLER].shown(record.session)
-    if not await gateway.sessions.written(WRITE_TIMEOUT_S):
+    refused = await gateway.sessions.written(WRITE_TIMEOUT_S)
+    if refused:
         hint = "it is there again if the gateway is killed now"
-        log.warning("sessions.not_removed", session=record.session, waited_s=WRITE_TIMEOUT_S, hint=hint)
-    return json_response(
-        {"id": shown, "object": "session", "deleted": True, "forgotten": forgotten}, headers={"X-Session-Id": shown}
-    )
+        log.warning("sessions.not_removed", session=record.session, error=refused, hint=hint)
+    body = {"id": shown, "object": "session", "deleted": True, "forgotten": forgotten, "degraded": ""}
+    return json_response(as_written(body, refused), headers={"X-Session-Id": shown})
+
+
+def as_written(view: dict[str, Any], refused: str) -> dict[str, Any]:
+    """An answer to what has changed a session, which says so if the disk did not take that."""
+    return {**view, "degraded": SESSIONS_FAILING} if refused else view
 
 
 def session_view(gateway: Gateway, record: SessionRecord, caller: Caller = OPERATOR) -> dict[str, Any]:

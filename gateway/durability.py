@@ -39,6 +39,7 @@ TURN_WAIT_S = 5.0
 ENDED_UNKNOWN_S = 5.0  # by then the keeper has heard of a sequence
 SESSIONS_ASKED = 32  # whose stored position is looked up again in one round
 STREAMS_A_REQUEST = 4096
+SESSIONS_FAILING = "sessions_failing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Degraded:
     """One thing that keeps state from a lane or from the disk. Answers go on meanwhile.
 
     state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
-            or `lane_gone`; `journal_failing` keeps no state, but streams from being written down; `budget_held` keeps nothing
-            back yet: a budget is used up by what may not be evicted; `host_away` and `serve_away` keep nothing back, but
-            nobody would be started again
+            or `lane_gone`; `journal_failing` and `sessions_failing` keep no state, but streams and sessions from being written
+            down; `budget_held` keeps nothing back yet: a budget is used up by what may not be evicted; `host_away` and `serve_away`
+            keep nothing back, but nobody would be started again
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
@@ -70,6 +71,8 @@ HINTS = {
     "budget_held": "what is live or pinned isn't evicted: unpin or end sessions, or raise the budget",
     "journal_failing": "answers go on, but would not survive the gateway: free disk space, or make the journal directory writable; "
     "it is tried again every few seconds",
+    SESSIONS_FAILING: "sessions go on from memory, but what was begun, forked, imported or deleted since would be forgotten "
+    "with the gateway: free disk space, or make DATA/sessions writable; it is tried again every second",
     **supervisors.HINTS,
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
@@ -79,7 +82,7 @@ HINTS = {
     "lane_share_full": "its other state is captured from the device when the keeper has freed some; raise its lane_bytes if it happens "
     "under normal load",
 }
-KEEP_NO_STATE = ("store_deleted", "budget_held", "journal_failing", *supervisors.HINTS)
+KEEP_NO_STATE = ("store_deleted", "budget_held", "journal_failing", SESSIONS_FAILING, *supervisors.HINTS)
 Cause = tuple[str, str, str]  # state, engine, tenant
 
 
@@ -340,6 +343,8 @@ class Durability:
             found["journal_failing", "", ""] = (
                 f"streams whose journal can't be written: {len(troubles)} ({troubles[0]})"
             )
+        if self._sessions.trouble:
+            found[SESSIONS_FAILING, "", ""] = f"the table of sessions can't be written: {self._sessions.trouble}"
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
             grew = times > self._lane_full.get(engine.name, times)

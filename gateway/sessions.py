@@ -99,6 +99,7 @@ class SessionTable:
         self._refused: dict[
             tuple[str, bytes], Change
         ] = {}  # of the thread: what the disk did not take, the latest of each key
+        self._refusal = ""  # why it did not
         self._list_of: dict[str, str] = {}  # by session: the stream that its list is of
         self._live_durable: dict[str, int] = {}  # by stream that has not ended: how much of its list is on disk
         self._borrowers = Counter(record.list_id for record in self._records.values() if record.list_id)
@@ -123,16 +124,21 @@ class SessionTable:
             held = _read_tokens(self._file.read, self._sealing, record)
         return held[: 4 * record.token_count]
 
-    async def written(self, timeout_s: float) -> bool:
-        """Wait until everything so far is on disk, or the disk has refused it; False if that takes longer."""
+    @property
+    def trouble(self) -> str:
+        """Why something that has changed would be forgotten with this process; "" if all is on the disk, or on its way."""
+        return self._refusal or self._file.trouble
+
+    async def written(self, timeout_s: float) -> str:
+        """Wait until everything so far is on disk. Returns "", or why it isn't: the disk has refused it, or takes longer."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         self._work.put(partial(_tell, loop, done))
         try:
             async with asyncio.timeout(timeout_s):
                 await done.wait()
         except TimeoutError:
-            return False
-        return True
+            return f"the disk has not taken it within {timeout_s:g} s"
+        return self.trouble
 
     def fork(self, source: str, name: str, tokens: bytes, position: int) -> SessionRecord:
         """A new session that begins with the first `position` of `tokens`, which `source` holds or held. Costs its record."""
@@ -372,11 +378,11 @@ class SessionTable:
             if not self._refused:  # once a trouble
                 hint = "sessions go on from memory, and it is tried again every second; free disk space"
                 log.error("sessions.write_failed", error=str(error), hint=hint)
-            self._refused = wanted
+            self._refused, self._refusal = wanted, str(error)
             return
         if self._refused:
             log.info("sessions.written_late", values=len(wanted))
-        self._refused = {}
+        self._refused, self._refusal = {}, ""
         for change in wanted.values():
             if change.waiting is not None and self._tokens_waiting.get(change.waiting[0]) is change.waiting[1]:
                 self._tokens_waiting.pop(change.waiting[0], None)

@@ -42,6 +42,7 @@ class TableFile:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.trouble = ""  # why the file isn't where it belongs, at the last look; "" if it is
         self._lock = threading.Lock()  # held while the file is switched, and while it is read beside the writer
         make_directory(directory)
         shutil.rmtree(directory / "new", ignore_errors=True)  # of a process that was killed in the middle of it
@@ -83,6 +84,7 @@ class TableFile:
         """Were the files deleted, moved or replaced? Then what is in them is written anew. A refusal is logged, and it is tried again."""
         found = self._found()
         if found == self._files:
+            self.trouble = ""
             return
         if found[0] == self._files[0] or self._files == CLOSED:
             self._reopen()  # with a lock file again: a reader without one isn't heard of
@@ -104,6 +106,7 @@ class TableFile:
             self._switch(draft)
         except (OSError, lmdb.Error) as error:
             log.error("sessions.not_rewritten", path=str(self._directory), error=str(error), hint="free some room")
+            self.trouble = f"its file can't be written anew: {error}"
             return False
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -151,6 +154,7 @@ class TableFile:
                 self._environment.close()
                 self._open()
         except (OSError, lmdb.Error) as error:
+            self.trouble = f"its file can't be opened anew: {error}"
             log.error(
                 "sessions.not_reopened",
                 path=str(self._directory),

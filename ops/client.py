@@ -10,6 +10,8 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
+import click
+
 from ops.config import Config
 from ops.errors import ConfigError, NotRunning, OpsError, StateRefused
 
@@ -106,3 +108,12 @@ def for_commands(message: str) -> str:
     for pattern, command in _SAID_HERE:
         message = pattern.sub(command, message)
     return message
+
+
+def say_unwritten(answer: dict[str, Any]) -> None:
+    """Of an answer to what has changed a session: that the gateway could not write it down, if so."""
+    if answer.get("degraded") == "sessions_failing":
+        said = (
+            "the gateway could not write that down yet (`concordia status` says why), and forgets it if it ends before"
+        )
+        click.echo(said, err=True)

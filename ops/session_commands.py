@@ -74,6 +74,7 @@ def sessions_show(config: Config, session: str, url: str | None, as_json: bool) 
 @configured
 def sessions_park(config: Config, session: str, url: str | None, as_json: bool) -> None:
     """Take a session off the devices; all of it is on disk when this returns. It goes on from there with its next turn."""
+    from ops.client import say_unwritten
     from ops.installation import find
 
     client = find(config, url).need_gateway("parking")
@@ -82,6 +83,7 @@ def sessions_park(config: Config, session: str, url: str | None, as_json: bool) 
         print_json(answer)
     else:
         click.echo(f"{session} is parked, {answer.get('durable', 0)} tokens on disk")
+        say_unwritten(answer)
 
 
 @sessions.command("fork", exits=(4, 5))
@@ -104,6 +106,7 @@ def sessions_fork(
     as_json: bool,
 ) -> None:
     """Make a session that begins as this one does. Nothing is copied; both go on."""
+    from ops.client import say_unwritten
     from ops.installation import find
 
     client = find(config, url).need_gateway("forking")
@@ -113,6 +116,7 @@ def sessions_fork(
         print_json(answer)
     else:
         click.echo(f"{answer['id']} begins with {answer['tokens']} tokens of {session}")
+        say_unwritten(answer)
 
 
 @sessions.command("rm", exits=(4, 5))
@@ -125,6 +129,7 @@ def sessions_rm(
     config: Config, session_names: tuple[str, ...], yes: bool, dry_run: bool, url: str | None, as_json: bool
 ) -> None:
     """Delete sessions and what only they have stored: their answers end, their blocks, journals and records go."""
+    from ops.client import say_unwritten
     from ops.installation import find
     from ops.sessions import remove, view
 
@@ -141,6 +146,7 @@ def sessions_rm(
             click.echo(f"{row['id']} would be deleted: {row['turns']} turns, {row['tokens']} tokens")
         else:
             click.echo(f"{row['id']} is deleted" + ("" if row["forgotten"] else "; its blocks are collected later"))
+            say_unwritten(row)
 
 
 def _namespace_flag(function: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gateway.sessions import SessionRecord
 from gateway.tenancy import named
-from ops.client import ApiError
+from ops.client import ApiError, say_unwritten
 from ops.errors import BadData, ModelError, OpsError, StateRefused
 from ops.flags import confirm, print_json
 from ops.installation import Installation, drain_what_can_be, need_data, session_file
@@ -289,11 +289,12 @@ def _hand_over(here: Installation, opened: Opened, record: SessionRecord, replac
         "check": check,
     }
     try:
-        here.gateway.post(here.gateway.session_path(record.session).replace("/v1/", "/admin/", 1), body)
+        answer = here.gateway.post(here.gateway.session_path(record.session).replace("/v1/", "/admin/", 1), body)
     except ApiError as error:
         if error.status == 409:
             raise StateRefused(str(error)) from error
         raise
+    say_unwritten(answer)
 
 
 def _put_record(here: Installation, opened: Opened, record: SessionRecord, replace: bool) -> None:

@@ -15,13 +15,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from gateway import durability, metrics, supervisors
-from gateway.durability import failing_state
 from gateway import journal as j
+from gateway.durability import failing_state
 from gateway.journal_sync import JournalSync
+from gateway.table_file import TableFile
 from tests.gateway.conftest import World
 from tests.tiers import forked
 from tests.tiers.forked import Forked
@@ -337,6 +339,38 @@ async def test_a_budget_that_a_live_session_uses_up_is_said_and_holds_nothing_ba
         await world.until(measured)
 
 
+async def test_a_table_of_sessions_that_can_not_be_written_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /health and the metrics, and to whoever changes a session meanwhile; without it nobody hears of it."""
+    await world.post(CHAT, body(8), headers={"X-Session-Id": "chat"})
+    monkeypatch.setattr("gateway.sessions.LOOK_S", 0.05)
+
+    def refuse(*_: object) -> None:
+        raise lmdb.DiskError("No space left on device")
+
+    async def change(method: str, path: str) -> str:
+        async with world.http.request(method, f"/v1/sessions/{path}") as response:
+            assert response.status == 200
+            return str((await response.json())["degraded"])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TableFile, "write", refuse)
+        assert await change("POST", "chat/fork") == "sessions_failing"
+        assert await change("DELETE", "chat") == "sessions_failing"
+        (row,) = await degraded(world, "sessions_failing")
+        assert "No space left" in row["reason"] and "free disk space" in row["hint"]
+        async with world.http.get("/metrics") as response:
+            assert 'concordia_degraded{state="sessions_failing"} 1.0' in await response.text()
+
+    async def over() -> bool:
+        return not (await world.get("/health"))["degraded"]
+
+    await world.until(over)
+    (fork,) = (await world.get("/v1/sessions"))["data"]
+    assert (await change("POST", f"{fork['id']}/fork"), fork["degraded"]) == ("", "")
+
+
 # ---------------------------------------------------------------- turn
 
 MakeWorld = Callable[..., Awaitable[World]]
@@ -377,6 +411,28 @@ async def test_turn_has_journal_and_state_on_the_disk_before_an_answer_ends(
     assert metrics.turns_unsynced._value.get() == before
 
 
+async def test_turn_has_the_order_of_several_choices_on_the_disk_before_their_end_is_told(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, states = await turn_world(make_world), list[str]()
+    sync = JournalSync.sync
+
+    async def synced(self: JournalSync, paths: Any = None) -> bool:
+        (path,) = paths
+        if path.suffix == ".group":
+            orders = [r.choices for r, _ in j.read_records(path.read_bytes()) if isinstance(r, j.Order)]
+            shown = await world.get(f"/v1/streams/{path.stem}?format=json")
+            states.append(f"{len(b''.join(orders))} {shown['stream']['state']}")
+        return await sync(self, paths)
+
+    monkeypatch.setattr(JournalSync, "sync", synced)
+    sse = await world.events("POST", CHAT, {**body(5), "stream": True, "n": 2})
+    assert states == [f"{2 * 7} live"]
+    assert sse.ids == list(range(2 * 7 + 1))
+    again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
+    assert again.events == sse.events
+
+
 async def test_turn_ends_an_answer_without_a_keeper_and_says_so(make_world: MakeWorld) -> None:
     world = await turn_world(make_world)
     before = metrics.turns_unsynced._value.get()
@@ -410,28 +466,6 @@ async def test_pinned_session_is_protected_by_a_standby_though_another_was_used_
         await world.until(lambda: protected("new"), 30.0)
     finally:
         keeper.kill()
-
-async def test_turn_has_the_order_of_several_choices_on_the_disk_before_their_end_is_told(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, states = await turn_world(make_world), list[str]()
-    sync = JournalSync.sync
-
-    async def synced(self: JournalSync, paths: Any = None) -> bool:
-        (path,) = paths
-        if path.suffix == ".group":
-            orders = [r.choices for r, _ in j.read_records(path.read_bytes()) if isinstance(r, j.Order)]
-            shown = await world.get(f"/v1/streams/{path.stem}?format=json")
-            states.append(f"{len(b''.join(orders))} {shown['stream']['state']}")
-        return await sync(self, paths)
-
-    monkeypatch.setattr(JournalSync, "sync", synced)
-    sse = await world.events("POST", CHAT, {**body(5), "stream": True, "n": 2})
-    assert states == [f"{2 * 7} live"]
-    assert sse.ids == list(range(2 * 7 + 1))
-    again = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
-    assert again.events == sse.events
-
 
 
 async def answers(world: World) -> bool:

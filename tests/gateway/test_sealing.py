@@ -117,7 +117,7 @@ async def test_sessions_written_before_there_was_a_key_are_sealed_when_the_gatew
     table.adopt(SessionRecord("another's", 1.0, 1.0, namespace="other", token_count=3), pack_tokens([1, 2, 3]))
     table.close()
     keyed = SessionTable(tmp_path, SEALED)
-    assert await keyed.written(60)
+    assert not await keyed.written(60)
     data, whats = on_disk(tmp_path), (pack_tokens(TOKENS[:8]), b"the-session-name", b"the-fork-name")
     assert [what for what in whats if what in data] == [], "while it serves"
     assert b"another's" in data
