@@ -29,6 +29,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self._template = _environment().from_string(source)
         self._knows_tools = "tools" in source
+        self._knows_developer = "developer" in source
         self.tool_form = form_of_template(source)
         self._special_tokens = special_tokens
 
@@ -49,6 +50,8 @@ class ChatTemplate:
         own = {"messages", "tools", "add_generation_prompt", *self._special_tokens}
         for name in sorted(own.intersection(options or {})):
             raise bad_request(f"chat_template_kwargs: {name} is not yours to set", "chat_template_kwargs")
+        if not self._knows_developer:  # such a template drops that role, or writes one that its model never saw
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         if not self._knows_tools:
             messages, tools = told_in_text(messages, tools or []), None
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.messages import Sampling, unpack_tokens
 from gateway.admit import Admission
+from gateway.chat_template import ChatTemplate
 from gateway.choices import choice_seed
 from gateway.tokenizer import ModelFacts
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
@@ -299,6 +300,15 @@ async def test_tokenize_and_detokenize(world: World) -> None:
 async def test_a_long_text_is_tokenized_beside_the_event_loop(world: World) -> None:
     _, _, answer = await world.post("/tokenize", {"prompt": "x" * 70_000})
     assert answer["count"] == 70_000
+
+
+def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert ChatTemplate(source, {}).render(messages) == "<system>Be brief.<user>x"
+    assert ChatTemplate(source + "{# developer #}", {}).render(messages) == "<developer>Be brief.<user>x"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ChatTemplate(source, {}).render(messages, tools).count("<system>") == 1, "told in the developer's message"
 
 
 async def test_variables_reach_the_chat_template(make_world, model_dir, tmp_path) -> None:  # type: ignore[no-untyped-def]
