@@ -205,7 +205,7 @@ async def _drain(gateway: Gateway) -> dict[str, Any]:
         message = (
             f"the session is off the devices, but the keeper could not confirm that it is on disk: {error}; try again"
         )
-        raise ApiError(503, message, code="keeper_unavailable", retry_after_s=2) from error
+        raise ApiError(503, message, code="keeper_unavailable") from error
 
 
 def _check_rests(gateway: Gateway, record: SessionRecord, shown: str) -> None:

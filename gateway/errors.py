@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 QUOTED_LIMIT = 100  # characters of a request's own value in a message
+UNAVAILABLE_RETRY_S = 2
+NOT_AGAIN = ("poison_request",)  # a 500 that official clients would send again by themselves, were they not told
 TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -50,7 +52,7 @@ class ApiError(Exception):
         self.message = message
         self.code = code or None
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = UNAVAILABLE_RETRY_S if status == 503 and retry_after_s is None else retry_after_s
         self.allowed = allowed
 
     @property
@@ -63,6 +65,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.code in NOT_AGAIN:
+            headers["X-Should-Retry"] = "false"
         return {**headers, "Allow": self.allowed} if self.allowed else headers
 
 
@@ -104,5 +108,5 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(429, message, code="queue_full", retry_after_s=retry_after_s)
 
 
-def unavailable(message: str, code: str = "no_engine", retry_after_s: int = 2) -> ApiError:
+def unavailable(message: str, code: str = "no_engine", retry_after_s: int | None = None) -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)

@@ -113,9 +113,9 @@ async def test_time_that_the_gateway_was_stopped_for_ends_no_stream_that_waits(
 
 async def test_no_engine_for_too_long_is_a_clear_error(make_world) -> None:  # type: ignore[no-untyped-def]
     world = await make_world(engine_wait_s=0.1)
-    status, headers, answer = await world.post("/v1/chat/completions", chat(stream=False))
-    assert status == 503
-    assert answer["error"]["code"] == "no_engine"
+    for stored in (False, True):
+        status, headers, answer = await world.post("/v1/chat/completions", chat(stream=False, store=stored))
+        assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "no_engine", "2")
     sse = await world.events("POST", "/v1/chat/completions", chat())
     assert "no engine could serve for 0.1 s" in sse.errors[0]["message"]
     assert sse.ids == [0, 1]  # opening chunk, then the error

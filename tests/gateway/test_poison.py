@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from gateway import poison
 from gateway.poison import Death, Deaths, Incarnation, InFlight, Inquests, Verdict, judge, suspects
@@ -72,12 +73,16 @@ def test_suspect_tried_alone_is_not_ended_for_a_death_from_outside() -> None:
     assert judge(after, SECOND, 2) == "free"
 
 
-async def both_had_begun(make_world) -> tuple[World, asyncio.Task[Sse]]:  # type: ignore[no-untyped-def]
+def streamed(world: World) -> Coroutine[Any, Any, Sse]:
+    return world.events("POST", "/v1/chat/completions", chat())
+
+
+async def both_had_begun(make_world, ask=streamed) -> tuple[World, asyncio.Task[Any]]:  # type: ignore[no-untyped-def]
     """e0 had begun a stream, and when it had died, e1 had; then that died. The host agent has not said how."""
     world, e0, e1 = await pair(make_world)
     e0.allow(0)
     e1.allow(0)
-    task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
+    task = asyncio.create_task(ask(world))
     for engine in (e0, e1):
         await world.until(lambda engine=engine: _submitted(engine, 1))
         (sequence,) = engine.sequences.values()
@@ -103,6 +108,14 @@ async def test_both_engines_died_by_themselves_ends_the_request(make_world) -> N
     for engine in world.engines:
         world.host.gone(engine, from_outside=False)
     assert (await task).errors[0]["code"] == "poison_request"
+
+
+async def test_a_client_is_told_not_to_send_it_again(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, task = await both_had_begun(make_world, lambda world: world.post("/v1/chat/completions", chat(stream=False)))
+    for engine in world.engines:
+        world.host.gone(engine, from_outside=False)
+    status, headers, answer = await task
+    assert (status, answer["error"]["code"], headers["X-Should-Retry"]) == (500, "poison_request", "false")
 
 
 async def test_host_agent_that_says_nothing_is_waited_for_only_so_long(make_world, monkeypatch) -> None:  # type: ignore[no-untyped-def]
