@@ -212,7 +212,8 @@ def _translate(request: web.Request, error: web.HTTPException) -> ApiError:
         limit = request.app[GATEWAY].config.gateway.max_body_bytes
         return body_too_large(request, limit)
     if error.status == 404:
-        return not_found(f"there is no endpoint {request.method} {request.path}; see docs/api.md", "unknown_url")
+        asked = request.path or request.raw_path  # CONNECT has no path, but a host and port
+        return not_found(f"there is no endpoint {request.method} {asked}; see docs/api.md", "unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{request.path} does not take {request.method}; use {allowed}"

@@ -80,6 +80,7 @@ UNREADABLE = [
     (400, "invalid_http", "one Content-Length", POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"),
     (400, "invalid_http", "one Content-Length", POST + b"Transfer-Encoding: bogus\r\n\r\n{}"),
     (400, "invalid_http", "one Content-Length", POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n"),
+    (404, "unknown_url", "CONNECT a.b:443", b"CONNECT a.b:443 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
     (417, "http_error", "100-continue", POST + b"Expect: bogus\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"),
 ]
 
@@ -103,7 +104,9 @@ async def test_what_can_not_be_read_as_http_is_refused_in_the_same_shape(
     assert {code: _refused(code) - count for code, count in before.items()} == {c: codes.count(c) for c in before}
     logged = [event["error"] for event in events if event["event"] == "request.malformed"]
     assert all(len(error) <= 200 for error in logged)
-    assert len(logged) == len(UNREADABLE) - 4, "no line for the first bytes that are no HTTP method; 417 is a request"
+    assert len(logged) == len(UNREADABLE) - 5, (
+        "no line for the first bytes that are no HTTP method; 404 and 417 are requests"
+    )
     assert not caplog.records
 
 
