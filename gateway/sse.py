@@ -12,7 +12,7 @@ A function of the stream's records alone, so every replay is byte-identical.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -115,8 +115,7 @@ class EventForm:
     def choice(self, stream: Stream, index: int, *, logprobs: bool = True) -> dict[str, Any]:
         """One choice of a whole answer."""
         reason = finish_reason(stream) if stream.end and not stream.failed else None
-        missing = stream.end is not None and stream.lacks_scores  # nor will they come: no list of nulls for an answer
-        wanted = logprobs and stream.spec.sampling.logprobs >= 0 and not missing
+        wanted = logprobs and stream.spec.sampling.logprobs >= 0 and not stream.lacks_scores
         rows = self.logprobs(stream, 0, stream.token_count) if wanted else None
         if rows and stream.spec.scored:
             rows = {name: values + rows[name] for name, values in self._of_prompt(stream).items()}
@@ -135,7 +134,7 @@ class EventForm:
 
     def _of_prompt(self, stream: Stream) -> dict[str, list[Any]]:
         """Log probabilities of the prompt's tokens; the first has none, since nothing stands before it."""
-        rows = chain([None], stream.scored, repeat(None))  # of a live stream some may be missing yet
+        rows = chain([None], stream.scored)
         tokens = stream.tokens[: stream.prompt_count]
         return self._text_rows(list(zip(tokens, rows, strict=False)), stream.prompt_offsets)
 

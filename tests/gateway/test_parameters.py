@@ -170,6 +170,8 @@ async def test_a_score_that_is_cancelled_is_no_answer(make_world) -> None:  # ty
     ):
         task = asyncio.create_task(asked)
         stream_id = (await world.until(live))[0]["id"]
+        view = await world.get(f"/v1/streams/{stream_id}?format=json")
+        assert view["choices"][0]["logprobs"] is None, "not yet"
         async with world.http.delete(f"/v1/streams/{stream_id}") as response:
             assert (await response.json())["cancelled"] is True
         told = await task
