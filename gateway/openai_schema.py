@@ -341,7 +341,8 @@ def check_session_id(session: str) -> str:
     """A session id that is safe in logs, headers and paths. Raises ApiError."""
     if not SESSION_ID.fullmatch(session):
         hint = "1 to 128 letters, digits or any of . _ : @ -, a letter or digit first"
-        raise bad_request(f"session_id: expected {hint}", "session_id")
+        said = f"expected {hint}" if session else f"is empty; expected {hint}, or leave it out"
+        raise bad_request(f"session_id: {said}", "session_id")
     return session
 
 
@@ -553,11 +554,11 @@ def _stops(stop: str | list[str] | None) -> list[str]:
 
 
 def _session(field: str | None, header: str | None) -> str:
-    if field and header and field != header:
+    given = [session for session in (field, header) if session is not None]
+    if len(set(given)) > 1:
         said = f"body says {quoted(field)}, X-Session-Id says {quoted(header)}"
         raise bad_request(f"session_id: {said}; send one", "session_id")
-    session = field or header or ""
-    return check_session_id(session) if session else ""
+    return check_session_id(given[0]) if given else ""
 
 
 def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:

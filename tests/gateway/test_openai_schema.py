@@ -136,6 +136,7 @@ CASES = [
     ({"chat_template_kwargs": 5}, "chat_template_kwargs", "object"),
     ({"session_id": "../x"}, "session_id", "letters"),
     ({"session_id": 5}, "session_id", "str"),
+    ({"session_id": ""}, "session_id", "is empty"),
     ({"model": None}, "model", "str"),
 ]
 
@@ -278,6 +279,8 @@ def test_session_in_header_and_body_must_agree() -> None:
     assert schema.wish_of(request, "a", 1).session == "a"
     with pytest.raises(ApiError, match="send one"):
         schema.wish_of(request, "b", 1)
+    with pytest.raises(ApiError, match="is empty"):
+        schema.wish_of(schema.parse_chat(json.dumps(CHAT).encode()), "", 1)
 
 
 def test_what_is_not_captured_has_no_name_and_is_not_stored() -> None:
