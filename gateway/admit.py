@@ -115,7 +115,8 @@ class Admission:
         if isinstance(request, ChatRequest):
             tools = self._tools(request)
             return [self._spec(request, wish, tools, self._chat_prompt(request, tools))]
-        prompts = [self._text_prompt(prompt) for prompt in schema.prompts_of(request)]
+        special = request.add_special_tokens is not False
+        prompts = [self._text_prompt(prompt, special) for prompt in schema.prompts_of(request)]
         if len(prompts) > 1 and wish.session:
             raise bad_request("session_id: a session goes on with one prompt a request", "session_id")
         first = self._spec(request, wish, ToolPlan(), prompts[0])
@@ -245,8 +246,8 @@ class Admission:
         text = self._template.render(schema.template_messages(messages), tools, options, start=start)
         return self._codec.encode(text, add_special=False)
 
-    def _text_prompt(self, prompt: str | list[int]) -> list[int]:
-        tokens = self._codec.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+    def _text_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
+        tokens = self._codec.encode(prompt, add_special=special) if isinstance(prompt, str) else prompt
         if not tokens:
             raise bad_request("prompt: must hold at least one token", "prompt")
         self._check_tokens("prompt", tokens)

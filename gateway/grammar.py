@@ -192,7 +192,9 @@ def _response_format(request: Any) -> Wished:
     form = given.get("type", "text")
     if form == "text":
         return None
-    if form == "json_object":
+    if form == "json_object":  # llama-server takes a schema beside it
+        if given.get("schema") is not None:
+            return "response_format.schema", "json", given["schema"]
         return "response_format", "json_object", True
     if form != "json_schema":
         served = "text, json_object, json_schema"

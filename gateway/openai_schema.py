@@ -32,7 +32,9 @@ BAD_WORDS_LIMIT = 128
 # Fields of other servers that change the answer and aren't served, with the values that change nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
-    "function_call": (),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "documents": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -45,10 +47,17 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "n_predict": (-1,),
+    "json_schema": (),
 }
 HINTS = {
     "functions": "send them as tools: [{'type': 'function', 'function': …}]",
     "function_call": "send it as tool_choice",
+    "web_search_options": "send a tool that searches",
+    "documents": "send them in chat_template_kwargs, if the model's template writes them",
+    "n_predict": "send max_tokens",
+    "json_schema": "send response_format: {'type': 'json_schema', 'json_schema': {'schema': …}}",
     "prompt_logprobs": "send echo and logprobs to /v1/completions",
     "suffix": "put the model's own fill-in-the-middle tokens into the prompt, if it knows any",
     "repeat_penalty": "send repetition_penalty, which looks at the whole list",
@@ -72,6 +81,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +132,11 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     dry_multiplier: Any = None
     xtc_probability: Any = None
     dynatemp_range: Any = None
+    top_n_sigma: Any = None
+    n_predict: Any = None
+    json_schema: Any = None
+    web_search_options: Any = None
+    documents: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -151,6 +167,7 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     best_of: int | None = None
@@ -576,7 +593,10 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
         content = None
     if isinstance(content, list):
         content = "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
-    rendered: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.function_call:
+        field = f"messages[{index}].function_call"
+        raise not_supported(field, f"{field}: is not served; send it as tool_calls")
+    rendered: dict[str, Any] = {"role": message.role, "content": content or message.refusal or ""}
     if message.name:
         rendered["name"] = message.name
     if message.tool_call_id:
@@ -604,9 +624,10 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _part_text(part: dict[str, Any], where: str) -> str:
     kind = part.get("type")
-    if kind not in ("text", "input_text", "output_text"):
+    if kind not in ("text", "input_text", "output_text", "refusal"):
         raise not_supported(where, f"{where}: only parts of type 'text' are served, got {quoted(kind)}")
-    text = part.get("text")
+    field = "refusal" if kind == "refusal" else "text"
+    text = part.get(field)
     if not isinstance(text, str):
-        raise bad_request(f"{where}.text: expected string, got {json_type(text)}", where, "invalid_type")
+        raise bad_request(f"{where}.{field}: expected string, got {json_type(text)}", where, "invalid_type")
     return text

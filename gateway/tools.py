@@ -104,7 +104,7 @@ def _choice(request: Any) -> str:
     """ "none", "auto", "required", or the name of the tool that must be called."""
     choice = request.tool_choice
     if not request.tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice: needs tools", "tool_choice")
         return "none"
     if len(request.tools) > TOOLS_LIMIT:

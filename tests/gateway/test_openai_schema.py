@@ -69,6 +69,15 @@ CASES = [
     ({"tools": "all"}, "tools", "array"),
     ({"functions": [{"name": "x"}]}, "functions", "send them as tools"),
     ({"function_call": "auto"}, "function_call", "tool_choice"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
+        "messages[0].function_call",
+        "tool_calls",
+    ),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content[0]", "refusal"),
+    ({"web_search_options": {}}, "web_search_options", "a tool"),
+    ({"json_schema": {"type": "object"}}, "json_schema", "response_format"),
+    ({"n_predict": 5}, "n_predict", "max_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "required"),
@@ -299,11 +308,19 @@ def test_parts_of_text_are_joined() -> None:
     assert schema.template_messages(request.messages) == [{"role": "user", "content": "ab"}]
 
 
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    for message in (part, {"role": "assistant", "content": None, "refusal": "No."}):
+        request = schema.parse_chat(json.dumps({**CHAT, "messages": [message]}).encode())
+        assert schema.template_messages(request.messages) == [{"role": "assistant", "content": "No."}]
+
+
 @pytest.mark.parametrize(
     "more",
     [
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}},
+        {"response_format": {"type": "json_object", "schema": {"type": "object", "required": ["a"]}}},
         {"guided_json": '{"type": "integer"}'},
         {"guided_choice": ['say "a"', "b"]},
         {"guided_grammar": 'root ::= "yes" | "no"'},

@@ -77,6 +77,20 @@ def test_a_bad_word_is_barred_as_it_begins_a_text_and_behind_a_space() -> None:
     assert admission._barred(["have", " log", "\n"]) == [[5, 6], [7], [8], [10]]
 
 
+def test_the_begin_token_is_left_out_on_request() -> None:
+    class Codec:
+        has_text = True
+
+        def encode(self, text: str, *, add_special: bool) -> list[int]:
+            return [0, 5] if add_special else [5]
+
+    admission = Admission("m", Codec(), None, ModelFacts([], 0, 0), 0, lambda: (0, 0))  # type: ignore[arg-type]
+    for more, tokens in (({}, [0, 5]), ({"add_special_tokens": False}, [5])):
+        request = admission.parse("text", json.dumps({"model": "m", "prompt": "x", **more}).encode())
+        specs, _ = admission.specs(request, None)
+        assert unpack_tokens(specs[0].prompt) == tokens
+
+
 async def test_allowed_tokens_and_a_grammar_are_not_mixed(world: World) -> None:
     status, _, answer = await world.post("/v1/chat/completions", chat(allowed_token_ids=[5], regex="[a-z]+"))
     assert (status, answer["error"]["param"]) == (400, "allowed_token_ids")

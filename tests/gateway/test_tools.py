@@ -16,7 +16,7 @@ from gateway import openai_schema as schema
 from gateway.errors import ApiError
 from gateway.grammar import answer_rule
 from gateway.tool_parser import Said, ToolParser
-from gateway.tools import calls_or, form_of_template, plan_of
+from gateway.tools import ToolPlan, calls_or, form_of_template, plan_of
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
 
 WEATHER = {
@@ -94,7 +94,7 @@ REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "same name"),
-    ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice", "expected"),
     (
         {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -178,6 +178,11 @@ def test_an_answer_is_a_call_or_what_was_asked_for(form: str, more: dict) -> Non
         if "regex" in more and content:
             assert content in ("a/b", "a/bb", "a/bbb")
     assert 0 < calls < 24
+
+
+def test_a_choice_of_none_or_auto_needs_no_tools() -> None:
+    for more in ({"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": "auto", "tools": []}):
+        assert plan_of(request(**more), "") == ToolPlan()
 
 
 def test_forms_of_templates() -> None:
