@@ -20,6 +20,11 @@ find_python() {
     return 1
 }
 
+# An index in pip's configuration that lacks a package is said for each package and each index; where none has it, that is an error of its own.
+install() {
+    { "$venv/bin/python" -m pip install "$@" 2>&1 >&3 | sed -u '/^WARNING: Location .* is ignored: it is neither a file nor a directory\.$/d' >&2; } 3>&1
+}
+
 if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     python=$(find_python)
     say 1/3 "environment in $venv, $("$python" --version)"
@@ -29,17 +34,17 @@ if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     fi
     "$python" -m venv --clear "$venv"
     # One that comes with Python 3.11 compares each file of an index with a thousand platforms: 26 s of a core for our packages instead of 10.
-    "$venv/bin/python" -m pip install --quiet 'pip>=25,<27' || echo "setup: pip stays as it is; that only takes longer" >&2
+    install --quiet 'pip>=25,<27' || echo "setup: pip stays as it is; that only takes longer" >&2
 else
     say 1/3 "environment in $venv is there, $("$venv/bin/python" --version)"
 fi
 
 torch=$(grep -E '^torch==' constraints.txt)
 say 2/3 "$torch: the largest part. Its download shows how far it is; \"Installing collected packages\" then says nothing for a minute or two"
-"$venv/bin/python" -m pip install --constraint constraints.txt "$torch" 'setuptools>=77'
+install --constraint constraints.txt "$torch" 'setuptools>=77'
 
 say 3/3 "the other dependencies, and concordia itself; after \"Installing collected packages\" silent again for up to two minutes"
-"$venv/bin/python" -m pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 if ! "$venv/bin/python" -c 'import torch, transformers, lmdb, gateway, tiers, engine, ops' >/dev/null; then
     echo "setup: the environment is damaged, perhaps by an interrupted installation: rm -rf $venv, then make setup" >&2
     exit 1
