@@ -5,6 +5,7 @@ Source: docs/log-format.md
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -97,7 +98,7 @@ class Jobs:
         self._job: Job | None = None
         self._copy: Job | None = None  # beside compactions: it may take hours
         self._copy_asked_at = 0.0
-        self._number = 0
+        self._number = secrets.randbits(40)  # who waits for the job of a keeper that died isn't told of another one's
         self._aged_at = -1e9
         self._looked_at = b""  # key of the last base that was looked at
         self._collected_at = time.monotonic()
