@@ -1,4 +1,4 @@
-"""`concordia doctor`: what this machine allows, measured, and what to change. Reads only, but for two files that it writes and removes.
+"""`concordia doctor`: what this machine allows, measured, and what to change. Reads only, but for files without a name, gone with it.
 
 Each check is a function from the configuration to a finding: `ok`, `advice` (it works, but slower or less safely) or `problem` (something
 that is set can't work). Runs in the command's process; imports no torch.
@@ -300,10 +300,10 @@ def disk_sync(config: Config) -> Check:
 
 
 def _sync_times(directory: Path) -> dict[int, list[float]]:
-    """Seconds of write + fdatasync by size, appended to one temporary file."""
+    """Seconds of write + fdatasync by size, appended to one temporary file, which a killed doctor doesn't leave: it has no name."""
     times: dict[int, list[float]] = {}
-    file, name = tempfile.mkstemp(prefix=".concordia-doctor-", dir=directory)
-    try:
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as opened:
+        file = opened.fileno()
         for count in WRITE_BYTES:
             data = os.urandom(count)
             for _ in range(WRITE_COUNT):
@@ -311,9 +311,6 @@ def _sync_times(directory: Path) -> dict[int, list[float]]:
                 os.write(file, data)
                 os.fdatasync(file)
                 times.setdefault(count, []).append(time.perf_counter() - started)
-    finally:
-        os.close(file)
-        os.unlink(name)
     return times
 
 

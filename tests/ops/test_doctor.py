@@ -14,6 +14,7 @@ import pytest
 from ops import config as configuration
 from ops import doctor
 from ops.config import Config
+from tests.faults.each_change import killed_before
 from tiers.paths import Paths
 
 
@@ -65,6 +66,15 @@ def test_whether_a_gpu_writes_into_the_lanes(
     found = doctor.lane_in_place(with_engine(config, capture_launch=launch))
     assert (found.level, word in found.found) == (level, True), found
     assert bool(found.advice) == (level == "advice") and (level == "ok" or reason in found.advice)
+
+
+@pytest.mark.process
+def test_a_killed_doctor_leaves_no_file(config: Config, tmp_path: Path) -> None:
+    changes = 0
+    while killed_before(changes, lambda: doctor._sync_times(tmp_path)):
+        assert list(tmp_path.iterdir()) == []
+        changes += 1
+    assert changes and list(tmp_path.iterdir()) == []
 
 
 def test_lane_directories_that_nobody_uses_are_named_with_how_to_remove_them(config: Config, tmp_path: Path) -> None:
