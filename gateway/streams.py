@@ -8,6 +8,7 @@ Any number of readers follow by cursor; the tokens are held once, and a slow rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -421,9 +422,12 @@ class StreamTable:
             self._unwritten.discard(stream)
             self._let_go(stream)
         loop = asyncio.get_running_loop()
-        old = await loop.run_in_executor(self._thread, expired, self._directory, "*.journal", time.time() - retention_s)
+        before = time.time() - retention_s
+        old = await loop.run_in_executor(self._thread, expired, self._directory, "*.journal", before)
+        aside = await loop.run_in_executor(self._thread, _set_aside_before, self._directory, before)
         try:
             await self.forget([path.stem for path in old if path.stem not in self.live])
+            await loop.run_in_executor(self._thread, unlink_all, aside)
         except OSError as error:
             not_deleted(error)
 
@@ -527,6 +531,16 @@ def expired(directory: Path, pattern: str, before: float) -> list[Path]:
                 found.append(path)
         except OSError:
             continue
+    return found
+
+
+def _set_aside_before(directory: Path, before: float) -> list[Path]:
+    """Journals that could not be read back (`.bad`), renamed so before that time: a rename changes the ctime alone."""
+    found = []
+    for path in directory.glob("*.bad"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_ctime < before:
+                found.append(path)
     return found
 
 

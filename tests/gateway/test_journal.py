@@ -265,7 +265,13 @@ async def test_sweep_deletes_what_ended_too_long_ago(tmp_path: Path) -> None:
     table.retire(old)
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1))
+    unreadable = tmp_path / f"{'a' * 24}.journal"
+    unreadable.write_bytes(b"no record")
+    os.utime(unreadable, (1, 1))
+    assert await table.fetch(unreadable.stem) is None
     await table.sweep(retention_s=60)
+    assert unreadable.with_suffix(".bad").exists(), "somebody may want to look at it"
+    await table.sweep(retention_s=-60)
     assert await table.fetch(old.id) is None
     assert await table.fetch(live.id) is live
     assert [path.stem for path in tmp_path.iterdir()] == [live.id]
