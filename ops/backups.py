@@ -13,7 +13,7 @@ from ops.flags import confirm, print_json
 from ops.installation import Installation, drain_what_can_be, need_data, need_whole_sessions
 from ops.processes import FileLock
 from ops.show import Bar, size
-from tiers.backup import BackupManifest, backup, check_backup, moved_in, occupied, read_manifest, restore
+from tiers.backup import BackupManifest, backup, check_backup, misplaced, moved_in, occupied, read_manifest, restore
 from tiers.errors import BadFile, FileBusy, OtherFormat, TierError
 from tiers.offline import writer_lock
 
@@ -60,6 +60,8 @@ def run_restore(here: Installation, source: Path, as_json: bool, *, replace: boo
     there, aside = [] if moved_in(manifest, here.paths) is not None else occupied(here.paths), list[Path]()
     if here.owner or here.gateway is not None:
         raise StateRefused(f"{here.paths.data_dir} is being served; stop it first")
+    if problem := misplaced(here.paths):
+        raise StateRefused(problem)
     if there and not replace:
         raise StateRefused(f"{here.paths.data_dir} has {', '.join(there)} already; --replace moves them aside")
     if dry_run:

@@ -344,6 +344,19 @@ def occupied(paths: Paths) -> list[str]:
     return [name for name in PARTS if _holds_data(paths.data_dir / name)]
 
 
+def misplaced(paths: Paths) -> str:
+    """What keeps a restore from putting a part in its place, and what to do about it; "" if nothing does."""
+    for place in (paths.data_dir / name for name in PARTS):
+        if place.is_symlink() and not place.is_dir():
+            return f"{place} is a link that leads to no directory: mount its disk, or remove the link"
+        if place.exists() and os.path.ismount(place.resolve()):
+            return (
+                f"{place} is where a disk is mounted, and can't be replaced: restore to another --data-dir, then copy what is in its "
+                f"{place.name}/ there"
+            )
+    return ""
+
+
 def _holds_data(directory: Path) -> bool:
     """Whether there is any file but the lock that the command itself holds."""
     return any(path.is_file() and path.name != "keeper.lock" for path in directory.rglob("*"))
@@ -353,18 +366,24 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     """Put a backup into a data directory that nobody serves. Raises BadFile, OSError.
 
     Files are copied beside their place, verified as they are written, and moved in at the end; what was there before is moved to
-    DATA/replaced-N. Interrupted, run it again: what was copied whole is kept.
+    DATA/replaced-N. A part that is a link to another disk stays one, to a new directory there. Interrupted, run it again: what was
+    copied whole is kept.
     """
     manifest = read_manifest(source)
     draft = paths.data_dir / DRAFT
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
     moved, done = moved_in(manifest, paths), 0
+    for name in [name for name in PARTS if name not in (moved or ())]:
+        _link_as_before(paths.data_dir / name, draft / name)
     _drop_others(draft, manifest)
     for file in manifest.files:
         if Path(file.path).parts[0] not in (moved or ()):
             _restore_file(source / file.path, draft / file.path, file)
         done += file.bytes
         progress("restore", done, manifest.total_bytes)
+    for name in PARTS:
+        if (draft / name).is_symlink():
+            _sync_tree(draft / name)
     _sync_tree(draft)
     moved = moved or []
     _note_moved(draft, manifest, moved)
@@ -380,8 +399,7 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
         (draft / name).rename(target)
         moved.append(name)
         _note_moved(draft, manifest, moved)
-    if replaced.exists() and not _holds_data(replaced):
-        shutil.rmtree(replaced)
+    _remove_if_empty(replaced)
     if (draft / paths.config.name).exists() and not paths.config.exists():
         (draft / paths.config.name).rename(paths.config)
     shutil.rmtree(draft)
@@ -389,10 +407,29 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     return manifest
 
 
+def _link_as_before(place: Path, made: Path) -> None:
+    """If a part is a link to a directory, make it anew on that disk, too."""
+    if place.is_symlink() and not made.exists():
+        there = place.resolve()
+        beside = next(path for n in range(1 << 20) if not (path := there.with_name(f"{there.name}-{n}")).exists())
+        beside.mkdir(mode=0o700)
+        made.unlink(missing_ok=True)
+        made.symlink_to(beside)
+
+
+def _remove_if_empty(replaced: Path) -> None:
+    """Remove what was replaced if there is no data in any of its parts."""
+    if replaced.exists() and not any(_holds_data(replaced / name) for name in PARTS):
+        for part in [part for part in replaced.iterdir() if part.is_symlink()]:
+            shutil.rmtree(part.resolve(), ignore_errors=True)
+        shutil.rmtree(replaced)
+
+
 def _drop_others(draft: Path, manifest: BackupManifest) -> None:
     """Remove what the restore of another backup has left of it."""
     known = {file.path for file in manifest.files} | {MOVED}
-    for path in list(_files(draft)):
+    linked = [path for name in PARTS if (draft / name).is_symlink() for path in _files(draft / name)]
+    for path in [*_files(draft), *linked]:
         if str(path.relative_to(draft)) not in known:
             path.unlink()
 

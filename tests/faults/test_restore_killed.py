@@ -51,17 +51,26 @@ def make_backup(directory: Path, files: dict[str, bytes]) -> Path:
 
 
 def held(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    """All files, those in a part that is a link included."""
+    linked = [path for link in directory.rglob("*") if link.is_symlink() for path in link.rglob("*")]
+    found = [path for path in (*directory.rglob("*"), *linked) if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
 def parts(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name.split("/")[0] in ("store", "sessions", "journal")}
 
 
-def test_a_restore_that_is_killed_before_any_change_goes_on(memory: Path) -> None:
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_restore_that_is_killed_before_any_change_goes_on(memory: Path, linked: bool) -> None:
+    """linked: the store is on another disk."""
     source, changes = make_backup(memory / "backup", NEW), 0
-    paths = Paths(memory / "data", memory / "lanes")
+    paths, disk = Paths(memory / "data", memory / "lanes"), memory / "disk"
     while True:
+        if linked:
+            (disk / "store").mkdir(parents=True)
+            paths.data_dir.mkdir()
+            paths.store.symlink_to(disk / "store")
         write(paths.data_dir, OLD)
         if not killed_before(changes, lambda: restore(source, paths)):
             break
@@ -73,7 +82,9 @@ def test_a_restore_that_is_killed_before_any_change_goes_on(memory: Path) -> Non
         there = {name: data for name, data in found.items() if not name.startswith("replaced-")}
         assert there == NEW, changes
         assert set(OLD.values()) <= set(found.values())
+        assert paths.store.is_symlink() == linked and paths.store.resolve().is_relative_to(disk if linked else memory)
         shutil.rmtree(paths.data_dir)
+        shutil.rmtree(disk, ignore_errors=True)
         changes += 1
     assert changes > 20
 
