@@ -28,6 +28,7 @@ from typing import Any
 import structlog
 
 from engine import lean_torch, pid_file
+from tiers.heartbeat import BEAT_S, Beating
 from tiers.paths import Paths
 
 log = structlog.get_logger("nursery")
@@ -58,9 +59,11 @@ class Nursery:
         self._watch_signals()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+        beating = Beating(self._paths.beat("nursery"))
         log.info("nursery.ready", pid=os.getpid(), threads=len(os.listdir("/proc/self/task")))
         while not self._stopping:
-            for key, _ in self._selector.select():
+            beating.turn()
+            for key, _ in self._selector.select(BEAT_S):
                 key.data(key.fileobj)
         self._paths.nursery_socket.unlink(missing_ok=True)
 

@@ -59,9 +59,8 @@ QUICK_RESTARTS = 5
 STOOD_STILL_S = 1.0  # this process itself: it was stopped, or starved
 RESTART_LOOK_S = 0.05
 SUBSCRIBER_BUFFER_BYTES = 1 << 20
-KEEPER_PATIENCE = (
-    12  # nobody waits for it: lanes hold what it doesn't drain, and someone may hold it while they copy the store
-)
+# Nobody waits for it: lanes hold what it doesn't drain, it computes for long at a time, and someone may hold it while they copy the store.
+KEEPER_PATIENCE = 12
 DEATHS_KEPT = 64  # told to a gateway that subscribes: it may have been away
 
 
@@ -349,7 +348,7 @@ class HostAgent:
 
     def _watchdog(self, name: str) -> Watchdog:
         patience = KEEPER_PATIENCE if name == "keeper" else 1
-        return Watchdog(None, patience * self.host.silent_limit_s, self.host.spin_limit_s)
+        return Watchdog(self.paths.beat(name), patience * self.host.silent_limit_s, patience * self.host.spin_limit_s)
 
     def stop(self) -> None:
         """Begin the stop; `run` returns when all is down."""

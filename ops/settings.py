@@ -17,7 +17,7 @@ class HostSettings:
     stopped_ms          an engine that was stopped (SIGSTOP) and silent for this long is hung
     spin_limit_s        an engine that computed for this long without a heartbeat is hung
     silent_limit_s      a gateway, host agent or nursery that stands still for so long gets SIGCONT if it was stopped, SIGKILL if it is
-                        stuck; the keeper has twelve times as long; 0: never
+                        stuck; the keeper has twelve times as long, and may compute as much longer; 0: never
     load_timeout_s      an engine that isn't ready after this long is killed and started again
     watch_interval_ms   how often heartbeats are looked at
     restart_backoff_ms  wait before an engine that died is started again while another serves; doubles with each death in a row

@@ -1,10 +1,9 @@
 """Does a child still turn? `serve` asks it of gateway and host agent, the host agent of keeper and nursery. On their parent's loop.
 
 What is asked of an engine (`ops/hang.py`), with more patience: the bound is `host.silent_limit_s`, and all of it must have been seen by
-a parent that was awake. So a loaded machine, a debugger, or everything stopped and resumed at once is no alarm. Keeper and
-nursery have no heartbeat, since they compute for long at a time: they are only watched for being stopped. A child that was stopped
-(SIGSTOP) gets SIGCONT, which costs nobody a connection; SIGKILL if that doesn't help, or if it is stuck otherwise: then it is started
-again as after any death.
+a parent that was awake. So a loaded machine, a debugger, or everything stopped and resumed at once is no alarm. One that hasn't beaten
+yet (it starts) is only watched for being stopped. A child that was stopped (SIGSTOP) gets SIGCONT, which costs nobody a connection;
+SIGKILL if that doesn't help, or if it is stuck otherwise: then it is started again as after any death.
 """
 
 from __future__ import annotations

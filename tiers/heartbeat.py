@@ -1,6 +1,6 @@
 """A sign of life: NAME.beat in the lane directory, written from a process's own event loop, so that it stops with the loop.
 
-16 bytes: pid, CLOCK_MONOTONIC ns. Gateway, host agent and `serve` write theirs; their parent (`ops/watchdog.py`), the gateway
+16 bytes: pid, CLOCK_MONOTONIC ns. All but engines write theirs; their parent (`ops/watchdog.py`), the gateway
 (`gateway/supervisors.py`) and `concordia status` read it. An engine has its status page instead (`engine/status_page.py`).
 """
 
@@ -52,6 +52,22 @@ async def beat_for_ever(path: Path) -> None:
         with contextlib.suppress(OSError):
             beat(path)
         await asyncio.sleep(BEAT_S)
+
+
+class Beating:
+    """Beats of a loop that isn't asyncio's: it calls `turn` each time round, at least every BEAT_S."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._due = 0.0
+
+    def turn(self) -> None:
+        """Beat, if it is time to and there is room."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + BEAT_S
+            with contextlib.suppress(OSError):
+                beat(self._path)
 
 
 def read(path: Path) -> Beat | None:

@@ -26,6 +26,7 @@ from tiers.base import SessionKey
 from tiers.compaction import GRACE_S
 from tiers.drain import Drain
 from tiers.errors import NoRoom, OverBudget, StoreFailed, TierError
+from tiers.heartbeat import BEAT_S, Beating
 from tiers.keeper_jobs import Busy, Jobs
 from tiers.keeper_operations import Operations
 from tiers.layout import RootId, SequenceId
@@ -83,6 +84,7 @@ class Keeper:
         self._listener = _listen(paths.keeper_socket)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._held_at = self._looked_at = self._lock_seen_at = time.monotonic()
+        self._beating = Beating(paths.beat("keeper"))
 
     def stop(self) -> None:
         """Ask `run` to end, from a signal handler or another thread."""
@@ -101,8 +103,9 @@ class Keeper:
             pass  # counted and logged; tried again as soon as there is something to store
         next_drain = time.monotonic()
         while not self._stopping:
+            self._beating.turn()
             until_drain_s = max(0.0, next_drain - time.monotonic())
-            self._serve(until_drain_s if self._jobs.idle else min(self._interval_s, self._jobs.pause_s()))
+            self._serve(min(BEAT_S, until_drain_s if self._jobs.idle else min(self._interval_s, self._jobs.pause_s())))
             self._jobs.work()
             if time.monotonic() >= next_drain and not self._stopping:
                 more = self._tick()

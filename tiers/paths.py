@@ -119,5 +119,5 @@ class Paths:
         return self.lane_dir / f"{name}.pid"
 
     def beat(self, name: str) -> Path:
-        """Heartbeat of `serve`, the host agent ("host") or the gateway; tiers/heartbeat.py."""
+        """Heartbeat of the process `name` (any but an engine); tiers/heartbeat.py."""
         return self.lane_dir / f"{name}.beat"

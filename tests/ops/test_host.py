@@ -22,6 +22,7 @@ from ops.errors import ModelError
 from ops.host import HostAgent
 from ops.processes import Backoff, ChildCommand
 from ops.settings import HostSettings
+from tiers import heartbeat
 from tiers.paths import Paths
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -138,6 +139,21 @@ async def test_killed_engine_is_reported_and_started_again(paths: Paths, nursery
         gateway.close()
     assert not list(paths.lane_dir.glob("*.sock")), "sockets left"
     assert not list(paths.lane_dir.glob("e*.pid")), "pid files left"
+
+
+async def test_a_nursery_that_is_stuck_is_replaced(paths: Paths) -> None:
+    async with running(agent_settings(paths, engines=1, silent_limit_s=1.0)) as agent:
+        await until("an engine", lambda: all_ready(agent))
+        (nursery,), watch = agent._kept, agent.watches["e0"]
+        await until(
+            "its heartbeat", lambda: (beat := heartbeat.read(paths.beat("nursery"))) and beat.pid == nursery.pid
+        )
+        stuck, (_, writer) = nursery.pid, await asyncio.open_unix_connection(str(paths.nursery_socket))
+        writer.write(b'{"op": "stick"}\n')
+        await until("another nursery", lambda: nursery.pid not in (0, stuck))
+        writer.close()
+        watch.signal(signal.SIGKILL)
+        await until("an engine of the new one", lambda: all_ready(agent) and agent.watches["e0"].incarnation == 2)
 
 
 async def test_engine_that_crashed_died_by_itself_and_a_fenced_one_too(paths: Paths, nursery: bool) -> None:

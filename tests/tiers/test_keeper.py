@@ -23,8 +23,8 @@ from tests.tiers import forked
 from tests.tiers.forked import Forked
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, read_all, rows, sequence, some_tokens
 from tiers import drain as drain_file
+from tiers import heartbeat, keeper_client, keeper_jobs, store_file
 from tiers import keeper as keeper_file
-from tiers import keeper_client, keeper_jobs, store_file
 from tiers.drain import Drain
 from tiers.errors import BadBlock, KeeperAway, LaneFull, NoRoom, OverBudget, StoreFailed, TierError
 from tiers.group import Group
@@ -385,6 +385,12 @@ def test_sigterm_drains_and_syncs(world: World) -> None:
     with keeper_process(world, drain_interval_ms=60_000) as process:
         lane = world.lane()
         world.capture(lane, "a", TOKENS, [43])
+        heard = heartbeat.read(world.paths.beat("keeper"))
+        assert heard is not None and heard.pid == process.pid
+        deadline = time.monotonic() + 60
+        while heartbeat.read(world.paths.beat("keeper")) == heard:  # also where it has nothing to do
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         process.terminate()
         assert process.wait(60) == 0
     assert lane.tail == lane.head
@@ -665,6 +671,13 @@ def test_one_compaction_at_a_time(world: World) -> None:
             keeper_client.start_compact(world.paths.keeper_socket)
         state = keeper_client.job(world.paths.keeper_socket)
         assert state is not None and state.id == first.id and not state.finished
+
+
+def test_a_job_is_never_taken_for_one_of_the_keeper_before(world: World) -> None:
+    drain = Drain(world.paths, world.settings)
+    first, second = (Jobs(drain).start(1e9, 0).number for _ in range(2))
+    assert first != second
+    drain.close()
 
 
 def test_what_was_asked_for_is_seen_to_be_done_before_the_next_compaction_begins(world: World) -> None:
