@@ -43,6 +43,15 @@ def exit_codes(codes: Iterable[int]) -> str:
     return "\b\nExit codes:\n" + "\n".join(f"  {code}  {EXITS[code]}" for code in sorted(codes)) + "\n"
 
 
+# Where to look for what a command's argument may be.
+_LISTED = {
+    "SESSION": "`concordia sessions ls` lists them",
+    "ENGINE": "`concordia status` lists them",
+    "TARGET": "that is an engine, a session, a stream, a .lane file or an exported one",
+    "MODEL": "that is smollm2, owner/name of a model on the hub, or a .gguf file",
+}
+
+
 class Command(click.Command):
     """A command whose help ends with its exit codes; `exits` names those beyond 0, 1 and 2."""
 
@@ -50,6 +59,18 @@ class Command(click.Command):
         more.setdefault("epilog", None)
         more["epilog"] = more["epilog"] or exit_codes({0, 1, 2, *exits})
         super().__init__(*given, **more)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but say of a missing argument what it may be."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            if error.param is None or error.param.param_type_name != "argument":
+                raise
+            name = error.param.human_readable_name
+            usage = " ".join(["concordia", *ctx.command_path.split()[1:], *self.collect_usage_pieces(ctx)[1:]])
+            listed = f"; {_LISTED[name]}" if name in _LISTED else ""
+            raise click.UsageError(f"which {name.lower()}? `{usage}`{listed}", ctx) from error
 
 
 class Group(click.Group):

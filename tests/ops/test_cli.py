@@ -94,6 +94,16 @@ def test_wrong_usage_exits_with_2(tmp_path: Path) -> None:
     assert concordia("serve", "--port", "abc", "--data-dir", str(tmp_path)).exit_code == 2
 
 
+def test_a_missing_argument_is_asked_for_with_where_to_find_one() -> None:
+    for name, command in COMMANDS.items():
+        wanted = [option for option in command.params if isinstance(option, click.Argument) and option.required]
+        if wanted:
+            result = concordia(*name.split())
+            assert result.exit_code == 2 and f"`concordia {name} " in result.stderr, (name, result.stderr)
+            assert f"which {wanted[0].human_readable_name.lower()}" in result.stderr, (name, result.stderr)
+    assert "`concordia migrate SESSION ENGINE`; `concordia sessions ls` lists" in concordia("migrate").stderr
+
+
 def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
     (tmp_path / "concordia.toml").write_text("[gateway]\nprot = 1")
     result = concordia("config", "--data-dir", str(tmp_path))
