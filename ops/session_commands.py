@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ops.config import Config
+from ops.errors import BadData
 from ops.flags import Group, client_flags, configured, confirm, destructive_flags, json_flag, print_json
+
+if TYPE_CHECKING:
+    from tiers.verify import Finding
 
 
 @click.group(cls=Group)
@@ -20,19 +25,29 @@ COMMANDS = (sessions,)
 _SHOWN = ("id", "namespace", "state", "turns", "tokens", "captured", "durable", "pinned", "degraded")
 
 
-@sessions.command("ls", exits=(4,))
+@sessions.command("ls", exits=(4, 6))
 @client_flags
 @json_flag
 @configured
 def sessions_ls(config: Config, url: str | None, as_json: bool) -> None:
-    """List the sessions, most lately used first; from the data directory where no gateway runs."""
+    """List the sessions, most lately used first; from the data directory where no gateway runs.
+
+    What can be read is listed also where something can't be, which is named (exit code 6).
+    """
     from ops.installation import find
     from ops.sessions import listed
+    from ops.verify import finding_row
 
-    answer = listed(find(config, url))
+    findings: list[Finding] = []
+    answer = listed(find(config, url), findings)
     if as_json:
-        print_json(answer)
-        return
+        print_json({**answer, "findings": [finding_row(finding) for finding in findings]})
+    else:
+        _print_list(answer)
+    _tell_damage(findings)
+
+
+def _print_list(answer: dict[str, Any]) -> None:
     from ops.show import console, table
 
     rows = answer["data"]
@@ -48,7 +63,7 @@ def sessions_ls(config: Config, url: str | None, as_json: bool) -> None:
     console.print(table("", columns, [[_cell(row.get(key)) for key in columns] for row in rows]))
 
 
-@sessions.command("show", exits=(4,))
+@sessions.command("show", exits=(4, 6))
 @click.argument("session")
 @client_flags
 @json_flag
@@ -58,13 +73,23 @@ def sessions_show(config: Config, session: str, url: str | None, as_json: bool) 
     from ops.installation import find
     from ops.sessions import view
 
-    answer = view(find(config, url), session)
+    findings: list[Finding] = []
+    answer = view(find(config, url), session, findings)
     if as_json:
         print_json(answer)
-        return
-    from ops.show import console, table
+    else:
+        from ops.show import console, table
 
-    console.print(table("", ("", ""), [(key, _cell(value)) for key, value in answer.items()]))
+        console.print(table("", ("", ""), [(key, _cell(value)) for key, value in answer.items()]))
+    _tell_damage(findings)
+
+
+def _tell_damage(findings: list[Finding]) -> None:
+    """After what could be read has been shown: what could not. Raises BadData."""
+    sys.stdout.flush()
+    if findings:
+        said = "; ".join(f"{finding.kind} {finding.key}: {finding.reason}" for finding in findings)
+        raise BadData(f"not everything could be read: {said}")
 
 
 @sessions.command("park", exits=(4, 5))
@@ -134,7 +159,7 @@ def sessions_rm(
     from ops.sessions import remove, view
 
     here = find(config, url)
-    views = [view(here, name) for name in session_names]
+    views = [view(here, name, []) for name in session_names]
     if not dry_run:
         confirm(f"Delete {', '.join(session_names)}?", yes=yes)
     results = [_dry_row(row) if dry_run else remove(here, row["id"]) for row in views]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,53 +13,71 @@ from gateway.sealing import Sealing
 from gateway.sessions import SessionRecord
 from ops.errors import OpsError
 from ops.installation import Installation, session_file
+from ops.verify import unreadable_records
 from tiers.base import session_key
-from tiers.errors import NoRoom, OverBudget
+from tiers.errors import NoRoom, OverBudget, StoreFailed
 from tiers.export import Found, find_stored
 from tiers.keeper_operations import Operations, stored_of
 from tiers.keys import Keyring, Locked
 from tiers.layout import Layout
 from tiers.offline import offline_drain, recover
 from tiers.rebuild import TokenList
+from tiers.verify import Finding
 from tiers.view import StoreReader
 
 
-def listed(here: Installation) -> dict[str, Any]:
-    """All sessions, most lately used first, as GET /v1/sessions answers."""
+def listed(here: Installation, findings: list[Finding]) -> dict[str, Any]:
+    """All sessions, most lately used first, as GET /v1/sessions answers. What can't be read of the disk is added to `findings`."""
     if here.gateway is not None or _nothing_on_disk(here):
         answer = dict(here.need_gateway("this list").get("/v1/sessions?all=true"))
-        return {**answer, "data": _with_pins(here, answer["data"])}
+        return {**answer, "data": _with_pins(here, answer["data"], findings)}
     with session_file(here) as file:
         records, locked = file.all(), file.locked
-    rows = [_offline_row(here, record, _list_now(here, record)) for record in records]
-    return {"object": "list", "data": _with_pins(here, rows), "locked": locked}
+        findings += unreadable_records(file)
+    rows = [_offline_row(here, record, _list_now(here, record), findings) for record in records]
+    return {"object": "list", "data": _with_pins(here, rows, findings), "locked": locked}
 
 
-def _with_pins(here: Installation, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that also say whether a session is pinned, if its store is on this machine."""
+@contextlib.contextmanager
+def _noting(findings: list[Finding]) -> Iterator[None]:
+    """A store that can't be read is one finding, and what doesn't need it is shown all the same."""
+    try:
+        yield
+    except StoreFailed as error:
+        if not any(finding.kind == "store" for finding in findings):
+            findings.append(Finding("store", "data.mdb", str(error)))
+
+
+def _with_pins(here: Installation, rows: list[dict[str, Any]], findings: list[Finding]) -> list[dict[str, Any]]:
+    """Rows that also say whether a session is pinned, if its store is on this machine and can be read."""
     if here.foreign or not (here.paths.store / "data.mdb").exists():
         return rows
     store = StoreReader(here.paths.store, map_bytes=here.config.tiers.store_map_bytes)
+    pinned: list[bool | None] = [None] * len(rows)
     try:
-        with store.snapshot() as view:
+        with _noting(findings), store.snapshot() as view:
             keys = [session_key(row.get("namespace", "default"), str(row["id"])) for row in rows]
-            return [{**row, "pinned": view.is_pinned(key)} for row, key in zip(rows, keys, strict=True)]
+            pinned = [view.is_pinned(key) for key in keys]
     finally:
         store.close()
+    return [{**row, "pinned": is_pinned} for row, is_pinned in zip(rows, pinned, strict=True)]
 
 
-def view(here: Installation, session: str) -> dict[str, Any]:
-    """One session. Raises OpsError if there is none."""
+def view(here: Installation, session: str, findings: list[Finding]) -> dict[str, Any]:
+    """One session. What can't be read of the store is added to `findings`. Raises OpsError if there is no such session."""
+    sizes = dict[str, Any]()
     if here.gateway is not None or _nothing_on_disk(here):
         client = here.need_gateway("this session")
         row = dict(client.get(client.session_path(session)))
-        sizes = {} if _nothing_on_disk(here) else _sizes_of(here, _record(here, session))
-        return _with_pins(here, [row | sizes])[0]
-    record = _record(here, session)
-    now = _list_now(here, record)
-    found = _find(here, record.namespace, np.frombuffer(now.tokens, "<i4"))
-    row = {**_offline_row(here, record, now), "streams": record.streams, **_sizes(found)}
-    return _with_pins(here, [row])[0]
+        with _noting(findings):
+            sizes = {} if _nothing_on_disk(here) else _sizes_of(here, _record(here, session))
+    else:
+        record = _record(here, session)
+        now = _list_now(here, record)
+        row = {**_offline_row(here, record, now, findings), "streams": record.streams}
+        with _noting(findings):
+            sizes = _sizes(_find(here, record.namespace, np.frombuffer(now.tokens, "<i4")))
+    return _with_pins(here, [row | sizes], findings)[0]
 
 
 def remove(here: Installation, session: str) -> dict[str, Any]:
@@ -155,11 +173,17 @@ def _durable(here: Installation, record: SessionRecord, tokens: bytes) -> int:
         store.close()
 
 
-def _offline_row(here: Installation, record: SessionRecord, now: _ListNow) -> dict[str, Any]:
-    """The same fields as the gateway's, as far as the disk knows them: of a list that a turn broke off, captured is what is on disk."""
+def _offline_row(here: Installation, record: SessionRecord, now: _ListNow, findings: list[Finding]) -> dict[str, Any]:
+    """The same fields as the gateway's, as far as the disk knows them: of a list that a turn broke off, captured is what is on disk.
+
+    durable, durable_lag  None if the store can't be read
+    """
     captured = 0 if len(now.tokens) != 4 * record.token_count else record.captured
     record.token_count = len(now.tokens) // 4
-    record.place(captured, _durable(here, record, now.tokens))
+    durable = None
+    with _noting(findings):
+        durable = _durable(here, record, now.tokens)
+    record.place(captured, durable or 0)
     return {
         "id": record.session,
         "object": "session",
@@ -170,9 +194,9 @@ def _offline_row(here: Installation, record: SessionRecord, now: _ListNow) -> di
         "turns": record.turns,
         "tokens": record.token_count,
         "captured": record.captured,
-        "durable": record.durable,
+        "durable": None if durable is None else record.durable,
         "capture_lag": record.token_count - record.captured,
-        "durable_lag": record.captured - record.durable,
+        "durable_lag": None if durable is None else record.captured - record.durable,
         "engines": [],
         "live_streams": now.unfinished,
     }

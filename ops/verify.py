@@ -172,6 +172,11 @@ def check_sessions(paths: Paths) -> list[Finding]:
             file.close()
     except (BadData, lmdb.Error) as error:
         return [Finding("sessions", "data.mdb", str(error))]
+    return unreadable_records(file)
+
+
+def unreadable_records(file: SessionFile) -> list[Finding]:
+    """Sessions whose record could not be read when all were looked at."""
     return [Finding("sessions", name, "its record can't be read", (Affected(name, "", 0, 0),)) for name in file.bad]
 
 

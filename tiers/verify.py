@@ -40,7 +40,7 @@ class Affected(NamedTuple):
 class Finding:
     """One thing that is wrong. `affected` is empty if no stored sequence leans on it."""
 
-    kind: Literal["block", "tail", "point", "base", "entry", "lane", "record", "parent", "journal", "sessions"]
+    kind: Literal["block", "tail", "point", "base", "entry", "lane", "record", "parent", "journal", "sessions", "store"]
     key: str
     reason: str
     affected: tuple[Affected, ...] = ()

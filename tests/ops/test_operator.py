@@ -15,6 +15,7 @@ from ops.serve import refuse_early
 from tests.ops.conftest import TOKENS, Place
 from tiers.errors import OtherFormat
 
+PAGE = 4096
 ABOUT_A_STORE: list[tuple[str, ...]] = [
     ("sessions", "ls"), ("sessions", "show", "chat"), ("sessions", "rm", "chat", "--yes"), ("sessions", "pin", "chat"),
     ("inspect", "chat"), ("verify",), ("recover",), ("repair",), ("compact",), ("gc",), ("stats",), ("export", "chat"),
@@ -132,9 +133,34 @@ def test_a_damaged_table_of_sessions_is_said_by_every_command_and_nobody_dies_of
     assert found["kind"] == "sessions"
     for command in (("sessions", "show", "chat"), ("export", "chat", "-o", str(tmp_path / "f"))):
         assert str(place.paths.sessions) in place.refused(6, *command), command
-    if how != "a record":
+    if how == "a record":
+        place.record("other", TOKENS)
+        listed = place.json("sessions", "ls", code=6)
+        assert [row["id"] for row in listed["data"]] == ["other"]
+        assert [finding["key"] for finding in listed["findings"]] == ["chat"]
+    else:
         for command in (("sessions", "ls"), ("sessions", "rm", "chat", "--yes"), ("backup", str(tmp_path / "b"))):
             assert "Restore a backup" in place.refused(6, *command), command
         with pytest.raises(BadData, match="Restore a backup"):
             refuse_early(config.load({"data_dir": str(place.paths.data_dir), "gateway.port": 1}, environment={}))
     assert place.world.restorable(TOKENS) == 43
+
+
+@pytest.mark.parametrize("how", ["cut", "no database"])
+def test_sessions_are_listed_though_the_store_cannot_be_read(place: Place, how: str) -> None:
+    place.session("chat", TOKENS)
+    file = place.paths.store / "data.mdb"
+    file.write_bytes(file.read_bytes()[:-PAGE] if how == "cut" else b"x" * 20_000)
+    for command in (("sessions", "ls"), ("sessions", "show", "chat")):
+        said = place.run(*command)
+        assert said.exit_code == 6 and "chat" in said.stdout, (command, said.stdout, said.exception)
+        (line,) = said.stderr.splitlines()
+        assert (
+            line.startswith("concordia: not everything could be read: store data.mdb: ") and "concordia repair" in line
+        )
+    listed = place.json("sessions", "ls", code=6)
+    assert [finding["kind"] for finding in listed["findings"]] == ["store"]
+    (row,) = listed["data"]
+    assert (row["tokens"], row["durable"], row["durable_lag"], row["pinned"]) == (len(TOKENS), None, None, None)
+    file.unlink()  # as the manual says where nothing of it can be read
+    assert place.json("sessions", "ls")["data"][0]["durable"] == 0
