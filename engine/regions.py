@@ -107,6 +107,7 @@ class OpaqueLog:
     _end: int = 0  # of the whole records up to `version`
     _base_bytes: int = 0
     _file: int = -1
+    _known_alone: bool = False  # the devices know of changes that are in no record: the next one holds everything
 
     @classmethod
     def open(
@@ -157,10 +158,12 @@ class OpaqueLog:
     def capture(self, note: Any = None) -> Captured:
         """Append what changed since the last version as a new one. `note` is anything msgpack takes: step, seeds, losses.
 
-        Cost  one hash of every page, one write of the changed ones
+        Cost    one hash of every page, one write of the changed ones
+        Raises  OSError: the disk refused it. The log is as it was, and the next capture takes everything
         """
         began = time.perf_counter()
-        rebase = not self._end or self._end > (1 + self.rebase_factor) * self._base_bytes
+        rebase = self._known_alone or not self._end or self._end > (1 + self.rebase_factor) * self._base_bytes
+        self._known_alone = True  # what a scan has found it finds no second time
         changed = [(region, region.pages.scan(everything=rebase)) for region in self._regions.values()]
         scanned = time.perf_counter()
         count = sum(delta.indices.size for _, delta in changed)
@@ -171,6 +174,7 @@ class OpaqueLog:
         else:
             os.ftruncate(self._file, self._end)  # versions that a restore went back behind, or a torn end
             self._append(record)
+        self._known_alone = False
         self.version += 1
         seconds = time.perf_counter() - scanned
         return Captured(self.version, count, self.page_count, record_bytes, scanned - began, seconds)
@@ -206,14 +210,21 @@ class OpaqueLog:
 
     def _replace(self, record: list[memoryview]) -> None:
         """A new file that begins with this base, put in place by one rename: a crash leaves the old file or the new one."""
-        temporary = self.path.with_suffix(".new")
+        temporary = self.path.with_name(f"{self.path.name}.new")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        end = _write_all(file, record, 0)
-        if self.sync:
-            os.fdatasync(file)
-        os.replace(temporary, self.path)
+        try:
+            end = _write_all(file, record, 0)
+            if self.sync:
+                os.fdatasync(file)
+            os.replace(temporary, self.path)
+        except OSError:
+            os.close(file)
+            temporary.unlink(missing_ok=True)
+            raise
         os.close(self._file)
         self._file, self._end, self._base_bytes = file, end, end
+        if self.sync:  # else a loss of power brings the old file back, without what is appended to the new one
+            _sync_directory(self.path.parent)
 
     # ------------------------------------------------------------ restore
 
@@ -224,6 +235,7 @@ class OpaqueLog:
         Raises  OtherState if other tensors were captured, or the version is not there
         """
         began, read_bytes, found = time.perf_counter(), 0, None
+        self._known_alone = True  # until all that a record holds is there
         for kind, number, meta, payload, end in self._records():
             if version is not None and number > version:
                 break
@@ -236,6 +248,7 @@ class OpaqueLog:
             if version is None:
                 return None
             raise OtherState(f"{self.path}: version {version} is not there; the oldest is the last base's")
+        self._known_alone = False
         return Restored(self.version, found.note, read_bytes, time.perf_counter() - began)
 
     def versions(self) -> list[int]:
@@ -288,6 +301,15 @@ def _write_all(file: int, parts: list[memoryview], at: int) -> int:
             written = os.pwrite(file, view[: 1 << 30], at)
             view, at = view[written:], at + written
     return at
+
+
+def _sync_directory(directory: Path) -> None:
+    """Names in it are on the disk when this returns."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _read_all(file: int, count: int, at: int) -> memoryview:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.capture.handlers import Applied
 from engine.errors import OtherState
 from engine.regions import OpaqueLog
 
@@ -104,6 +108,68 @@ def test_a_damaged_end_is_the_end(path: Path, damage: str) -> None:
     again.step(2)
     again.log.capture(2)
     assert World(path).log.restore().note == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("refused", "rebase_factor"),
+    [("pwrite", 4.0), ("fdatasync", 4.0), ("pwrite", -1.0), ("fdatasync", -1.0), ("replace", -1.0), ("fsync", -1.0)],
+)
+def test_what_the_disk_refused_is_in_the_next_version(
+    path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, rebase_factor: float
+) -> None:
+    world = World(path, rebase_factor=rebase_factor, sync=True)
+    world.log.capture(0)
+    world.step(1)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, refused, no_room)
+        with pytest.raises(OSError, match="No space"):
+            world.log.capture(1)
+    world.step(2)
+    world.log.capture(2)
+    again = World(path)
+    assert again.log.restore().note == 2  # type: ignore[union-attr]
+    assert torch.equal(again.weights, world.weights), "the step that the disk refused, too"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_after_a_restore_that_was_refused_everything_is_captured(path: Path) -> None:
+    world = World(path)
+    world.log.capture()
+    world.step(1)
+    changed = world.weights.clone()
+    world.log.capture()
+    world.weights[:] = 0
+    world.log.capture()
+    apply = world.log._regions["moments"].pages.apply
+    world.log._regions["moments"].pages.apply = lambda delta: (
+        Applied(0, [0]) if delta.indices.size == 1 else apply(delta)
+    )  # type: ignore[method-assign]
+    with pytest.raises(OtherState, match="not what they were"):
+        world.log.restore()
+    assert torch.equal(world.weights, changed), "put back before the other was refused"
+    world.log.capture("as it is")
+    again = World(path)
+    assert again.log.restore().note == "as it is"  # type: ignore[union-attr]
+    assert torch.equal(again.weights, changed)
+
+
+def test_logs_side_by_side_are_made_anew_under_names_of_their_own(tmp_path: Path) -> None:
+    made = []
+
+    def noted(source: Path, target: Path) -> None:
+        made.append(source)
+        rename(source, target)
+
+    rename = os.replace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", noted)
+        for name in ("rank.0", "rank.1"):
+            World(tmp_path / name).log.capture()
+    assert len(set(made)) == 2
 
 
 def test_other_tensors_are_refused(path: Path) -> None:
