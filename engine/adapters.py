@@ -154,6 +154,13 @@ class Adapters:
 
 def read_adapter(directory: Path, linear: dict[str, torch.nn.Linear]) -> dict[str, LowRank]:
     """An adapter's files -> what it adds to each layer. Raises BadRequest with the reason if it can't be used as it is."""
+    try:
+        return _read(directory, linear)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # values of other kinds than PEFT writes
+        raise BadRequest("bad_adapter", f"its files are not as PEFT writes them: {error}") from error
+
+
+def _read(directory: Path, linear: dict[str, torch.nn.Linear]) -> dict[str, LowRank]:
     config = _config(directory)
     try:
         weights = load_file(directory / "adapter_model.safetensors")
@@ -195,6 +202,8 @@ def _low_rank(
         raise BadRequest(
             "bad_adapter", f"it changes {name}, which this model does not have as a linear layer of its own"
         )
+    if down.dim() != 2 or up.dim() != 2 or not down.numel():
+        raise BadRequest("bad_adapter", f"{name}: {tuple(down.shape)} and {tuple(up.shape)} are no matrices of a rank")
     if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features or down.shape[0] != up.shape[1]:
         shapes = f"{tuple(down.shape)} and {tuple(up.shape)} for a layer of {layer.in_features} x {layer.out_features}"
         raise BadRequest("bad_adapter", f"{name}: the shapes {shapes} do not fit; it was made for another model")

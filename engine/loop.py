@@ -204,6 +204,7 @@ class Engine:
                 self._load_adapter(message)
             case m.UnloadAdapter():
                 self.adapters.unload(message.digest)
+                self._let_adapters_go()
             case m.Drained():
                 self.drained = message.on
             case m.Ping():
@@ -720,6 +721,9 @@ class Engine:
             told_bytes = sum(known.told_bytes for known in self.ended.values())
             while len(self.ended) > _REMEMBERED or (told_bytes > _REMEMBERED_BYTES and len(self.ended) > 1):
                 told_bytes -= self.ended.popitem(last=False)[1].told_bytes
+        self._let_adapters_go()
+
+    def _let_adapters_go(self) -> None:
         self.adapters.let_go({s.submit.adapter for s in (*self.active, *self.waiting)})
 
     def _drop(self, sequence: Sequence) -> None:

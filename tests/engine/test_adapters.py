@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from engine import messages as m
-from engine.adapters import read_adapter
+from engine.adapters import Adapters, read_adapter
 from engine.errors import BadRequest
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tests.engine.kinds import write_model
@@ -176,7 +178,10 @@ def test_an_adapter_is_unloaded_when_nobody_uses_it(start_engine: Start, adapter
     engine.run_until_token("s", 2)
     engine.handle(m.UnloadAdapter(digest))
     engine.run()
-    assert len(engine.tokens("s")) == 8
+    assert len(engine.tokens("s")) == 8 and digest not in engine.engine.adapters
+    other = next(known for known in adapters if known != digest)
+    engine.handle(m.UnloadAdapter(other))
+    assert other not in engine.engine.adapters, "nobody uses it, and no step need come"
     engine.handle(submit("t", random_tokens(73, 40), 8, adapter=digest))
     refused = engine.sent[-1]
     assert isinstance(refused, m.Refused) and refused.code == "bad_adapter"
@@ -196,3 +201,26 @@ def test_what_cannot_be_used_is_refused_with_the_reason(start_engine: Start, tin
     assert "announced" in engine.sent[-1].error
     engine.handle(m.LoadAdapter(3, "00" * 16, str(tmp_path / "nowhere")))
     assert "nowhere" in engine.sent[-1].error
+
+
+@pytest.mark.parametrize(
+    ("config", "down", "up", "reason"),
+    [
+        ([], (4, 64), (64, 4), "as PEFT writes them"),
+        ({"lora_alpha": "16"}, (4, 64), (64, 4), "as PEFT writes them"),
+        ({"alpha_pattern": ["q_proj"]}, (4, 64), (64, 4), "as PEFT writes them"),
+        ({}, (0, 64), (64, 0), "no matrices of a rank"),
+        ({}, (64,), (64,), "no matrices of a rank"),
+        ({}, (4, 64, 1), (64, 4), "no matrices of a rank"),
+        ({}, (4, 32), (64, 4), "do not fit"),
+    ],
+)
+def test_files_that_are_no_adapters_are_refused_and_end_no_engine(
+    tmp_path: Path, config: Any, down: tuple[int, ...], up: tuple[int, ...], reason: str
+) -> None:
+    config = {"peft_type": "LORA", **config} if isinstance(config, dict) else config
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    weights = {"base_model.model.q.lora_A.weight": torch.ones(down), "base_model.model.q.lora_B.weight": torch.ones(up)}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadRequest, match=reason):
+        Adapters(torch.nn.ModuleDict({"q": torch.nn.Linear(64, 64)})).load(tmp_path, m.adapter_digest(tmp_path))
