@@ -279,19 +279,19 @@ class DecodeGraphs:
         expected = self.model.forward([[token]] * len(slots), lengths, plain, logits=True)
         assert expected is not None, "logits were asked for"
         key = row_bucket(len(slots), len(arena.slots)), self._context(lengths)
-        bucket, worst = self._buckets.setdefault(key, Bucket()), 0.0
+        bucket, worst = self._buckets.setdefault(key, Bucket()), expected.new_zeros((), dtype=torch.float32)
         for _ in range(_WARM_STEPS + 2):
             for slot, snapshot in zip(slots, kept, strict=True):
                 arena.states.put(slot.index, snapshot.state)
             self.cache.fill(slots, lengths, [token] * len(slots), key[0])
             if not self._run(bucket, *key):
-                return worst
+                return float(worst)
             assert self._logits is not None, "a step leaves logits"
             apart = (self._logits[: len(slots)].float() - expected.float()).abs().max()
-            worst = max(worst, float(apart / expected.float().std().clamp_min(1e-6)))
+            worst = torch.maximum(worst, apart / expected.float().std().clamp_min(1e-6))  # what is no number stays none
         self._timed, bucket.graph_ms = None, []
         self.replayed = 0
-        return worst
+        return float(worst)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

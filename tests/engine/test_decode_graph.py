@@ -249,6 +249,23 @@ def test_the_slower_kind_of_step_is_left(start: Callable[..., EngineDriver]) -> 
         assert (bucket.graph is None) == bool(bucket.left)
 
 
+def test_steps_with_other_logits_are_not_served(
+    start: Callable[..., EngineDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where these are no numbers, with which nothing compares; recorded or not."""
+    engine = start("llama", decode_graph="on").engine
+    graphs, decode = engine.graphs, type(engine.model).decode
+    factors: list[float] = []
+    monkeypatch.setattr(type(engine.model), "decode", lambda *given: decode(*given) * factors.pop(0))
+    for wrong in (0.5, torch.nan):
+        for before in (0, 3):
+            factors[:] = [1.0] * before + [wrong] + [1.0] * (3 - before)
+            graphs._buckets.clear()
+            graphs.off = ""
+            graphs.prove(engine.cache)
+            assert "its logits differ" in graphs.off and not factors, (wrong, before)
+
+
 def test_a_step_with_too_much_context_goes_as_ever(
     start: Callable[..., EngineDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
