@@ -571,6 +571,7 @@ class Engine:
             logits = self._score(sequence, start, end)
         else:
             logits = self.model.forward([sequence.tokens[start:end]], [start], self.cache, logits=wanted)
+            self.model.settle()
             self.speeds.saw_prefill(end - start, time.perf_counter() - began)
         self.counters.prefill_tokens += end - start
         self._computed(sequence, end)

@@ -134,6 +134,11 @@ class Model:
         logits: torch.Tensor = self.module(**inputs, logits_to_keep=1).logits[:, -1]
         return logits
 
+    def settle(self) -> None:
+        """Return when what was asked for so far is computed: a GPU is only given it, so nothing else tells how long it takes."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _token_by_token(
         self, tokens: list[list[int]], starts: list[int], cache: attention.ArenaCache, *, logits: bool
     ) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine import loop
 from engine import messages as m
 from engine.errors import BadRequest
+from engine.model import Model
 from engine.wire import encode
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import copy_sum
@@ -518,3 +519,21 @@ def test_an_append_that_lacks_its_kernel_is_seen_in_the_stats(
         1,
         "copy, then checksum: no such target",
     )
+
+
+def test_how_fast_a_prompt_is_computed_is_told_once_the_device_is_done(
+    start_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then a GPU has only been given the work; by what that takes, restoring would never pay."""
+    now = [0.0]
+
+    def settle(_: Model) -> None:
+        now[0] += 10.0
+
+    monkeypatch.setattr(Model, "settle", settle)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    engine = start_engine()
+    assert engine.engine.speeds.prefill_tokens_per_s == pytest.approx(32 / 10)
+    engine.handle(submit("s", random_tokens(41, 256), 1))
+    engine.run()
+    assert engine.engine.speeds.prefill_tokens_per_s == pytest.approx(3.2 + 0.2 * (25.6 - 3.2))
