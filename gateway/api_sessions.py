@@ -216,7 +216,7 @@ def _check_rests(gateway: Gateway, record: SessionRecord, shown: str) -> None:
 
 
 async def _forget_blocks(gateway: Gateway, record: SessionRecord) -> bool:
-    """False if the keeper is away: the blocks stay until they are collected; nobody can name the session any more."""
+    """False if the keeper is away or the token list can't be read: the blocks stay until they are collected, and nobody can name them."""
     models = {bytes.fromhex(engine.hello.root) for engine in gateway.dispatcher.engines.values() if engine.hello}
     roots = {adapter_root(model, digest) for model in models for digest in ("", *gateway.adapters.names.values())}
     tokens = gateway.sessions.tokens(record.session)
@@ -235,4 +235,4 @@ async def _forget_blocks(gateway: Gateway, record: SessionRecord) -> bool:
     except (ApiError, TierError) as error:
         log.warning("sessions.forget_failed", session=record.session, error=str(error))
         return False
-    return bool(roots)
+    return bool(roots) and (bool(tokens) or not record.token_count)  # a damaged list names no blocks

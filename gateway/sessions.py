@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import math
 import queue
+import struct
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import lmdb
 import msgspec
 import structlog
+import xxhash
 
 from engine.messages import pack_tokens
 from gateway import metrics
@@ -38,6 +40,9 @@ log = structlog.get_logger()
 
 STREAMS_KEPT = 100  # ids of the latest streams of a session
 LOOK_S = 1.0  # until it is noticed that the file was deleted, or that there is room again
+CHECKED = struct.Struct("<4sQ")  # magic, checksum of what follows
+CHECKED_MAGIC = b"CSUM"  # no msgpack map begins so
+TOKEN_LIMIT = 1 << 24  # beyond any vocabulary: no token begins as the magic does, one of its bits flipped or not
 
 
 class SessionRecord(msgspec.Struct, omit_defaults=True):
@@ -325,7 +330,7 @@ class SessionTable:
         hidden = self._sealing.hidden(record.namespace, key)
         changes = [Change(database, key, None)] if hidden != key else []
         if value is not None:
-            sealed = self._sealing.seal(record.namespace, database, hidden, value)
+            sealed = self._sealing.seal(record.namespace, database, hidden, checked(value))
             return [*changes, Change(database, hidden, sealed, (key, value) if database == "tokens" else None)]
         return [*changes, Change(database, hidden, None)]
 
@@ -436,19 +441,42 @@ def _owners(file: TableFile, sealing: Sealing) -> dict[str, dict[bytes, str]]:
 
 def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
     """Raises Locked, BadBlock, MsgspecError."""
-    record = msgspec.msgpack.decode(sealing.open("records", key, value), type=SessionRecord)
+    record = msgspec.msgpack.decode(whole(sealing.open("records", key, value)), type=SessionRecord)
     record.place(record.captured, record.durable)
     return record
 
 
 def _read_tokens(read: Callable[..., tuple[bytes, bytes] | None], sealing: Sealing, record: SessionRecord) -> bytes:
     """A session's token list, sealed or written before there was a key; empty if there is none, or it can't be read."""
-    found = read("tokens", sealing.hidden(record.namespace, record.list_key), record.list_key)
     try:
-        return sealing.open("tokens", *found) if found is not None else b""
+        return _open_tokens(read, sealing, record)
     except BadBlock as error:
         log.error("sessions.bad_tokens", session=record.session, error=str(error))
         return b""
+
+
+def _open_tokens(read: Callable[..., tuple[bytes, bytes] | None], sealing: Sealing, record: SessionRecord) -> bytes:
+    """The same. Raises BadBlock, if it was changed."""
+    found = read("tokens", sealing.hidden(record.namespace, record.list_key), record.list_key)
+    tokens = whole(sealing.open("tokens", *found)) if found is not None else b""
+    if len(tokens) >= 4 and int.from_bytes(tokens[:4], "little") >= TOKEN_LIMIT:
+        raise BadBlock("a token list's magic is flipped", where="DATA/sessions")
+    return tokens
+
+
+def checked(value: bytes) -> bytes:
+    """A value of the table as it is written, with a checksum."""
+    return CHECKED.pack(CHECKED_MAGIC, xxhash.xxh3_64_intdigest(value)) + value
+
+
+def whole(raw: bytes) -> bytes:
+    """What `checked` was given; what an older version wrote without a checksum comes back as it is. Raises BadBlock."""
+    if not raw.startswith(CHECKED_MAGIC):
+        return raw
+    value = raw[CHECKED.size :]
+    if len(raw) < CHECKED.size or CHECKED.unpack_from(raw)[1] != xxhash.xxh3_64_intdigest(value):
+        raise BadBlock("a value's checksum is wrong", where="DATA/sessions")
+    return value
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
@@ -465,6 +493,7 @@ class SessionFile:
         self._sealing = sealing or Sealing()
         self.locked = 0  # records whose key isn't there, at the last look
         self.bad: list[str] = []  # names of records that can't be read, at the last look
+        self.bad_lists: list[str] = []  # sessions whose token lists can't be, after `read_lists`
         if writable:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writable = writable
@@ -499,6 +528,15 @@ class SessionFile:
                     self.bad.append(bytes(key).decode(errors="replace"))
                     log.error("sessions.bad_record", session=self.bad[-1], error=str(error))
         return sorted(records, key=lambda record: -record.last_used)
+
+    def read_lists(self) -> None:
+        """Look at every token list."""
+        self.bad_lists = []
+        for record in self.all():
+            try:
+                _open_tokens(self._read, self._sealing, record)
+            except BadBlock:
+                self.bad_lists.append(record.session)
 
     def get(self, session: str) -> SessionRecord | None:
         if self._environment is None:
@@ -541,7 +579,7 @@ class SessionFile:
         records, token_lists = self._database(b"records"), self._database(b"tokens")
         key = self._sealing.hidden(record.namespace, record.session.encode())
         sealed = [
-            self._sealing.seal(record.namespace, kind, key, value)
+            self._sealing.seal(record.namespace, kind, key, checked(value))
             for kind, value in (("records", msgspec.msgpack.encode(record)), ("tokens", tokens))
         ]
         with self._environment.begin(write=True) as transaction:

@@ -24,7 +24,7 @@ from ops.config import Config
 from ops.errors import BadData, NotRunning, OpsError, StateRefused
 from ops.processes import FileLock
 from tiers import keeper_client
-from tiers.errors import KeeperAway, OverBudget, StoreFailed
+from tiers.errors import BadBlock, KeeperAway, OverBudget, StoreFailed
 from tiers.keys import Keyring
 from tiers.lock import is_held
 from tiers.offline import owned, recover, waiting
@@ -169,7 +169,7 @@ def session_file(here: Installation, *, writable: bool = False) -> Iterator[Sess
             yield file
         finally:
             file.close()
-    except (lmdb.Error, msgspec.MsgspecError) as error:
+    except (lmdb.Error, msgspec.MsgspecError, BadBlock) as error:
         if getattr(error, "code", 0) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # of a write: what is read is mapped
             raise OpsError(
                 f"{here.paths.sessions} can't be written: {error}. Free some room on that disk, and run it again"

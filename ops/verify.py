@@ -160,14 +160,14 @@ def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
 
 
 def check_sessions(paths: Paths) -> list[Finding]:
-    """The gateway's records of sessions: whether they can be read. They have no checksum."""
+    """The gateway's records of sessions and their token lists: whether they can be read. What an older version wrote has no checksum."""
     if not (paths.sessions / "data.mdb").exists():
         return []
     try:
         need_whole_sessions(paths)
         file = SessionFile(paths.sessions, sealing=Sealing(Keyring.from_environment()))
         try:
-            file.all()
+            file.read_lists()
         finally:
             file.close()
     except (BadData, lmdb.Error) as error:
@@ -176,8 +176,9 @@ def check_sessions(paths: Paths) -> list[Finding]:
 
 
 def unreadable_records(file: SessionFile) -> list[Finding]:
-    """Sessions whose record could not be read when all were looked at."""
-    return [Finding("sessions", name, "its record can't be read", (Affected(name, "", 0, 0),)) for name in file.bad]
+    """Sessions whose record, or token list where those were looked at, could not be read."""
+    found = [*((name, "record") for name in file.bad), *((name, "token list") for name in file.bad_lists)]
+    return [Finding("sessions", name, f"its {what} can't be read", (Affected(name, "", 0, 0),)) for name, what in found]
 
 
 def print_finding(finding: Finding) -> None:

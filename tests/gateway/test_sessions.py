@@ -10,13 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import lmdb
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from engine.messages import pack_tokens
 from gateway import table_file
-from gateway.sessions import SessionFile, SessionRecord, SessionTable
+from gateway.sealing import Sealing
+from gateway.sessions import SessionFile, SessionRecord, SessionTable, _open_tokens, _read_record, checked, whole
 from gateway.table_file import TableFile
+from tiers.errors import BadBlock
 
 
 @pytest.fixture
@@ -160,6 +163,45 @@ def test_a_table_that_the_disk_refuses_goes_on_and_is_written_later(
     file.close()
     again = TableFile(tmp_path / "sessions")
     assert list(again.items("tokens")) == [(b"a", b"1"), (b"b", b"2")]
+    again.close()
+
+
+RECORD, LIST = SessionRecord("s", 1.0, 1.0, token_count=4, turns=1000), pack_tokens([1, 2, 3, 4])
+
+
+def test_every_flipped_bit_of_a_value_is_found() -> None:
+    for database, value in (("records", msgspec.msgpack.encode(RECORD)), ("tokens", LIST)):
+        good = checked(value)
+        assert whole(good) == value
+        for bit in range(8 * len(good)):
+            flipped = bytearray(good)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises((BadBlock, msgspec.MsgspecError)):
+                if database == "records":
+                    _read_record(Sealing(), b"s", bytes(flipped))
+                else:
+                    _open_tokens(lambda *_: (b"s", bytes(flipped)), Sealing(), RECORD)  # noqa: B023
+
+
+@pytest.mark.parametrize("database", ["records", "tokens"])
+def test_a_value_that_was_changed_is_named_and_one_of_an_older_version_is_read(tmp_path: Path, database: str) -> None:
+    table = SessionTable(tmp_path)
+    table.adopt(RECORD, LIST)
+    table.close()
+    older = {"records": msgspec.msgpack.encode(RECORD), "tokens": LIST}[database]
+    for value in (older, checked(older)[:-1] + b"x"):
+        file = TableFile(tmp_path)
+        file.write([(database, b"s", value)])
+        file.close()
+        beside = SessionFile(tmp_path)
+        beside.read_lists()
+        bad = value is not older
+        assert [*beside.bad, *beside.bad_lists] == ["s"] * bad
+        assert bad or beside.tokens("s") == LIST
+        beside.close()
+    again = SessionTable(tmp_path)
+    assert not again.tokens("s")
+    assert (again.get("s") is None) == (database == "records")
     again.close()
 
 
