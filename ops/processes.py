@@ -277,6 +277,7 @@ class KeptProcess:
             # What holds up this line (a paused terminal, a pipe that nobody reads) holds up the child as well.
             if time.monotonic() - saying_at < watchdog.look_s:
                 self.signal(finding.cure)
+                watchdog.signalled(pid)
             else:
                 log.info(
                     "supervise.spared", child=self.command.name, pid=pid, why="what holds up the log may hold it up"

@@ -60,6 +60,9 @@ class Watchdog:
             return None
         self._judge.beat()  # what is done about it is given as much time
         again = self._continued == pid
-        self._continued = pid
         cure = signal.SIGCONT if hung.cause == "stopped" and not again else signal.SIGKILL
         return Finding(hung.cause, hung.bound_ms / 1000, cure)
+
+    def signalled(self, pid: int) -> None:
+        """The child was sent what was found to help."""
+        self._continued = pid

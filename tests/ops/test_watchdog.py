@@ -43,14 +43,16 @@ async def kept(directory: Path, name: str, *, beat: bool, limit_s: float = LIMIT
 
 
 class HeldUpLog:
-    """As on a paused terminal, whenever somebody wants to say something of the child `spared`."""
+    """As on a paused terminal, whenever somebody wants to say that the child `spared` stands still, and the first time of any other."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
+        self._told: set[str] = set()
 
     def __getattr__(self, level: str) -> Any:
         def say(event: str, **fields: Any) -> None:
-            if fields["child"] == "spared":
+            if event == "supervise.hung" and fields["child"] not in self._told - {"spared"}:
+                self._told.add(fields["child"])
                 time.sleep(LIMIT_S / 2)
             getattr(self._log, level)(event, **fields)
 
