@@ -246,10 +246,19 @@ class KeptProcess:
             self._pid_path.unlink(missing_ok=True)
             self._done.set()
 
-    async def _run_once(self) -> int:
-        self._process = await start_child(self.command)
+    async def _run_once(self) -> int | None:
+        """Its exit code; None if the system can't start a process now: no memory, too many processes or files."""
+        try:
+            self._process = await start_child(self.command)
+        except OSError as error:
+            log.error("supervise.not_started", child=self.command.name, error=str(error), hint="it is tried again")
+            return None
         self.started_count += 1
-        pid_file.write(self._pid_path, pid=self._process.pid, incarnation=self.started_count)
+        try:
+            pid_file.write(self._pid_path, pid=self._process.pid, incarnation=self.started_count)
+        except OSError as error:  # shared memory is full: that ends nobody
+            hint = "free some: until it is started again `concordia status` can't tell of it"
+            log.error("supervise.pid_not_written", child=self.command.name, error=str(error), hint=hint)
         log.info("supervise.started", child=self.command.name, pid=self._process.pid)
         watching = asyncio.create_task(self._watch(self._process.pid))
         try:

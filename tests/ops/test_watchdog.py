@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -86,3 +87,28 @@ async def test_child_that_stands_still_is_killed_and_one_that_is_stopped_goes_on
         ("stuck", "blocked", "SIGKILL"),
         ("held", "stopped", "SIGCONT"),
     }
+
+
+async def test_a_child_is_started_though_there_is_no_room_for_its_pid_file_or_no_process_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, start = [errno.EAGAIN, errno.ENOMEM], processes.start_child
+
+    async def start_late(command: ChildCommand) -> Any:
+        if refused:
+            raise OSError(refused[0], os.strerror(refused.pop()))
+        return await start(command)
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with kept(tmp_path, "child", beat=False) as child:
+        monkeypatch.setattr(processes, "start_child", start_late)
+        monkeypatch.setattr(processes.pid_file, "write", full)
+        with structlog.testing.capture_logs() as logs:
+            first = child.pid
+            os.kill(first, signal.SIGKILL)
+            await until("another child", lambda: child.pid not in (0, first))
+            await until("a word of it", lambda: logs and logs[-1]["event"] == "supervise.started")
+    events = [log["event"] for log in logs if log["log_level"] == "error"]
+    assert events == ["supervise.not_started", "supervise.not_started", "supervise.pid_not_written"]
