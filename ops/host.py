@@ -480,9 +480,12 @@ class HostAgent:
             self.paths.engine_socket(engine).unlink(missing_ok=True)
             try:
                 return EngineWatch(engine, incarnation, await self._spawn(engine, incarnation), self.paths, self.host)
-            except (NurseryAway, ProcessLookupError) as error:
+            except (NurseryAway, OSError) as error:  # OSError: no process, memory or room for it, or it is gone already
                 log.warning("engine.start_failed", engine=engine, incarnation=incarnation, error=str(error))
                 await asyncio.sleep(self.host.restart_backoff_ms / 1000)
+            found = self._living(engine)
+            if found is not None and found[0].incarnation == incarnation:
+                return found[1]  # it was forked before the nursery died or fell silent, and holds the lane
 
     async def _spawn(self, engine: str, incarnation: int) -> int:
         if self.host.nursery:
@@ -496,8 +499,13 @@ class HostAgent:
         with contextlib.suppress(BrokenPipeError):
             popen.stdin.write(command.input)  # smaller than a pipe's buffer: does not block the loop
             popen.stdin.close()
+        try:
+            pid_file.write(self.paths.pid_file(engine), pid=popen.pid, incarnation=incarnation, settings=self._digest)
+        except OSError:  # no later host agent could adopt it
+            popen.kill()
+            popen.wait()
+            raise
         self._direct[popen.pid] = popen
-        pid_file.write(self.paths.pid_file(engine), pid=popen.pid, incarnation=incarnation, settings=self._digest)
         return popen.pid
 
     def _next_incarnation(self, engine: str) -> int:
@@ -512,10 +520,10 @@ class HostAgent:
 
     async def _adopt(self, engine: str) -> EngineWatch | None:
         """Take over an engine that an earlier host agent started, if it is alive and was started with the same settings."""
-        known = pid_file.read(self.paths.pid_file(engine))
-        if known is None or not known.alive:
+        found = self._living(engine)
+        if found is None:
             return None
-        watch = EngineWatch(engine, known.incarnation, known.pid, self.paths, self.host)
+        known, watch = found
         if not self.host.adopt or known.settings != self._digest:
             log.info(
                 "adopt.refused",
@@ -528,14 +536,28 @@ class HostAgent:
         log.info("adopt.engine", engine=engine, incarnation=known.incarnation, pid=known.pid)
         return watch
 
+    def _living(self, engine: str) -> tuple[pid_file.PidFile, EngineWatch] | None:
+        """The process that the pid file names, if it is alive, and a watch of it."""
+        known = pid_file.read(self.paths.pid_file(engine))
+        if known is None or not known.alive:
+            return None
+        try:
+            watch = EngineWatch(engine, known.incarnation, known.pid, self.paths, self.host)
+        except ProcessLookupError:  # just now
+            return None
+        if known.alive:  # and the pid isn't another's by now
+            return known, watch
+        watch.close()
+        return None
+
     async def _end_foreign_engines(self) -> None:
         """Engines of an earlier start with more engines than now."""
         for path in self.paths.lane_dir.glob("e*.pid"):
             engine = path.stem
-            known = pid_file.read(path)
             if re.fullmatch(r"e\d+", engine) and engine not in self.engines:
-                if known is not None and known.alive:
-                    await self._end(EngineWatch(engine, known.incarnation, known.pid, self.paths, self.host))
+                found = self._living(engine)
+                if found is not None:
+                    await self._end(found[1])
                 self._forget(engine)
 
     async def _end(self, watch: EngineWatch) -> None:

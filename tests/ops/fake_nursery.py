@@ -1,11 +1,14 @@
 """The real nursery loop around the fake engine: `python -m tests.ops.fake_nursery --config-json ...`. No torch.
 
-One more request: {"op": "stick"} has no answer, and no other one after it.
+One more request: {"op": "stick"} has no answer, and no other one after it. With the model `orphan` the first engine is forked
+and the nursery killed before it says so.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -20,7 +23,10 @@ class Sticking(Nursery):
     def _answer(self, line: bytes) -> dict[str, Any]:
         if json.loads(line)["op"] == "stick":
             threading.Event().wait()
-        return super()._answer(line)
+        answer = super()._answer(line)
+        if self._settings["model_name"] == "orphan" and json.loads(line).get("incarnation") == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
 
 
 if __name__ == "__main__":

@@ -156,6 +156,15 @@ async def test_a_nursery_that_is_stuck_is_replaced(paths: Paths) -> None:
         await until("an engine of the new one", lambda: all_ready(agent) and agent.watches["e0"].incarnation == 2)
 
 
+async def test_an_engine_whose_nursery_died_before_it_told_of_it_is_taken_on(paths: Paths) -> None:
+    async with running(agent_settings(paths, engines=1, model_name="orphan", restart_backoff_ms=500)) as agent:
+        await until("an engine", lambda: all_ready(agent))
+        first = pid_file.read(paths.pid_file("e0"))
+        assert first is not None and first.alive
+        assert (agent.watches["e0"].incarnation, agent.watches["e0"].pid) == (1, first.pid)
+        await until("another nursery", lambda: agent._kept[0].started_count == 2 and paths.nursery_socket.exists())
+
+
 async def test_engine_that_crashed_died_by_itself_and_a_fenced_one_too(paths: Paths, nursery: bool) -> None:
     async with running(agent_settings(paths, nursery=nursery)) as agent:
         await until("engines", lambda: all_ready(agent))
