@@ -254,11 +254,12 @@ class Drain:
     def _mend_tails(self, lanes: list[LaneReader]) -> None:
         """A tail that was damaged would have records passed over, or none found any more: all are taken again instead."""
         for lane in lanes:
-            if not lane.has_possible_tail:
-                log.error(
-                    "drain.tail_mended", lane=lane.name, was=lane.tail, hint="nothing but Concordia may write there"
-                )
-                lane.mend_tail()
+            is_possible = lane.has_possible_tail
+            if is_possible and lane.tails_agree:
+                continue
+            log.error("drain.tail_mended", lane=lane.name, was=lane.tail, hint="nothing but Concordia may write there")
+            lane.mend_tail()
+            if not is_possible:
                 self.forget_tracks()
 
     def _check_budget(self, store: Store, batch: Batch) -> None:

@@ -36,21 +36,24 @@ from tiers.lane_format import (
     INCARNATION_WORD,
     LANE_VERSION,
     PAGE,
-    PAYLOAD_OFFSET,
     POINT_HEAD_BYTES,
     RESERVED_WORD,
     SEALED,
     SEALED_VERSION,
+    TAIL_COPY_WORD,
     TAIL_WORD,
     OpenPayload,
     RecordHeader,
     RecordType,
     data_offset,
     encode_open,
+    entry_view,
+    least_tail,
     padded,
     parse_entry,
     tokens_bytes,
 )
+from tiers.lane_header import log_end
 from tiers.lane_reader import LaneReader
 from tiers.lane_seal import LaneSealer, Shape, Where
 from tiers.layout import Layout, RootId, SequenceId
@@ -189,6 +192,10 @@ class LaneWriter:
         self._before_reuse: Callable[[], None] | None = None
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
+        self._oldest = (
+            -1,
+            max(0, self._head_bytes - lane_bytes),
+        )  # number of the first record that isn't freed, its payload's place
         self._reserved_bytes = self._find_reserved()
 
     @classmethod
@@ -255,10 +262,9 @@ class LaneWriter:
 
     def _find_head(self) -> tuple[int, int]:
         """Number and monotonic offset after the last committed record."""
-        number = self.tail
+        entries = np.frombuffer(self._memory, entry_view, self.record_count, DIRECTORY_OFFSET)
+        number = log_end(entries, self.tail)
         last = self._entry(number - 1) if number else None
-        while (header := self._entry(number)) is not None:
-            last, number = header, number + 1
         if last is None or last.type == RecordType.BAD:
             # No entry to lean on: the newest reservation is above every payload that was ever written.
             return number, padded(self._words[RESERVED_WORD])
@@ -273,7 +279,11 @@ class LaneWriter:
         at = self._entry_offset(number)
         if self._words[(at >> 3) + COMMIT] != number + 1:
             return None
-        return parse_entry(bytes(self._memory[at : at + ENTRY_BYTES]), number, self.lane_bytes)
+        return parse_entry(self._raw_entry(number), number, self.lane_bytes)
+
+    def _raw_entry(self, number: int) -> bytes:
+        at = self._entry_offset(number)
+        return bytes(self._memory[at : at + ENTRY_BYTES])
 
     def _entry_offset(self, number: int) -> int:
         return DIRECTORY_OFFSET + (number % self.record_count) * ENTRY_BYTES
@@ -286,7 +296,7 @@ class LaneWriter:
     @property
     def tail(self) -> int:
         """First record that the keeper has not freed."""
-        return self._words[TAIL_WORD]
+        return least_tail(self._words[TAIL_WORD], self._words[TAIL_COPY_WORD])
 
     @property
     def free_bytes(self) -> int:
@@ -299,11 +309,16 @@ class LaneWriter:
         return self._ring
 
     def _tail_bytes(self) -> int:
-        tail = self._words[TAIL_WORD]
+        """Where the payload of the first record begins that isn't freed: what lies before it may be written over."""
+        tail = self.tail
         if tail >= self._head:
             return self._head_bytes
-        # Entry `tail` is not freed, so this writer has not reused its slot.
-        return self._words[(self._entry_offset(tail) >> 3) + PAYLOAD_OFFSET]
+        if tail != self._oldest[0]:
+            # Not freed, so this writer has not reused its slot. While it is damaged, no more than what it was known to be.
+            header = parse_entry(self._raw_entry(tail), tail, self.lane_bytes)
+            if header.type != RecordType.BAD:
+                self._oldest = tail, header.payload_offset
+        return self._oldest[1]
 
     def reserve_rows(self, layout: Layout, token_count: int, namespace: str = "") -> Reservation | SealedReservation:
         """Room for the rows of `token_count` tokens. Raises LaneFull (retry after a drain), TooLarge (never fits).
@@ -468,7 +483,7 @@ class LaneWriter:
         place = offset % ring
         if place + size > ring:  # a payload is contiguous: skip to the start of the ring
             offset += ring - place
-        tail = words[TAIL_WORD]
+        tail = self.tail
         if offset + size - self._tail_bytes() > ring or number - tail >= self.record_count - 1:
             raise LaneFull(
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"

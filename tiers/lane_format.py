@@ -40,9 +40,10 @@ RESERVED_WORD = (
     24  # end of the newest reservation, monotonic bytes: what lies a ring's length below it may be overwritten
 )
 TAIL_WORD = PAGE // 8  # the keeper's page: first record that is not freed
+TAIL_COPY_WORD = TAIL_WORD + 1  # the same with its bits inverted; 0 as long as no keeper has said it twice
+ALL_BITS = (1 << 64) - 1
 # Entry: magic, version, type, number, epoch, sequence, token_start, token_end, payload offset, payload bytes, payload checksum
 ENTRY = struct.Struct("=IHHQQ16sIIQQQ")
-PAYLOAD_OFFSET = 6  # word of the entry
 CHECKSUM_BYTES = 8  # the entry's last field is the payload's, what follows it that of the entry's bytes before it
 CHECKED_BYTES = ENTRY.size + CHECKSUM_BYTES
 COMMIT = ENTRY_BYTES // 8 - 1  # word: record number + 1, last written
@@ -122,6 +123,16 @@ def padded(size: int) -> int:
 def tokens_bytes(token_count: int) -> int:
     """Bytes of the token part of a ROWS payload: what stands before its frame."""
     return padded(4 * token_count)
+
+
+def least_tail(said: int, copy: int) -> int:
+    """The tail of the two words that say it. One that was flipped may have records taken twice, never passed over or written over."""
+    return min(said, copy ^ ALL_BITS)
+
+
+def tails_agree(said: int, copy: int) -> bool:
+    """Whether neither was flipped, as far as can be told: one is the other inverted, or was never written."""
+    return not copy or said == copy ^ ALL_BITS
 
 
 def data_offset(record_count: int) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 from tiers import media
 from tiers.errors import OtherFormat
 from tiers.lane_format import (
+    ALL_BITS,
+    CHECKED_BYTES,
     COMMIT,
     DIRECTORY_OFFSET,
     ENTRY_BYTES,
@@ -29,12 +31,14 @@ from tiers.lane_format import (
     entry_view,
     geometry_bytes,
     is_whole_header,
+    least_tail,
     parse_entry,
     parse_geometry,
 )
 from tiers.media import Place
 
 NUMBER_OFFSET = 8  # in an entry
+LOOK = 128  # records behind the end of which none may be there: a damaged page of the directory holds 32
 NUMBER_LIMIT = np.uint64(1 << 62)  # no lane comes so far
 
 
@@ -53,6 +57,39 @@ def header_problem(lane: Path) -> str:
     if read_geometry(place) is not None or _is_of_later_version(place):
         return ""
     return "the lane's header page is damaged, or its file was cut"
+
+
+def log_end(entries: np.ndarray, number: int) -> int:
+    """Number after the last committed record of a lane with this directory (of `entry_view`), searched from `number`.
+
+    Records are committed in order: where words were flipped, a whole record that is committed after them says that theirs are there.
+    And a flipped word makes no record of what an older lap has left in its slot.
+    """
+    commits, count, start, step = entries["commit"], len(entries), number, 2 * LOOK
+    while True:
+        numbers = np.arange(number, number + min(step, count), dtype=np.uint64)
+        found = commits[(numbers % np.uint64(count)).astype(np.intp)] == numbers + np.uint64(1)
+        run = int(found.argmin()) if not found.all() else len(found)
+        if run == len(found):
+            number, step = number + run, 2 * step
+            continue
+        after = np.flatnonzero(found[run:])[::-1]
+        last = next((int(at) for at in after if _is_whole(entries, number + run + int(at))), None)
+        if last is not None:
+            number += run + last + 1
+        else:
+            number += run
+            if not run or len(found) - run >= LOOK:
+                break
+    while number > start and _is_left_over(entries, number - 1):
+        number -= 1
+    return number
+
+
+def _is_left_over(entries: np.ndarray, number: int) -> bool:
+    """Whether the slot of a record that its commit word says is there holds what was there before it, if anything."""
+    entry = entries[number % len(entries)].tobytes()
+    return not any(entry[:CHECKED_BYTES]) or parse_entry(entry, number - len(entries)).type != RecordType.BAD
 
 
 def is_possible_tail(entries: np.ndarray, tail: int) -> bool:
@@ -151,16 +188,17 @@ def _mend_directory(head: mmap.mmap, record_count: int) -> list[str]:
     """The tail, and commit words of records after which another one is committed: theirs were written before it."""
     done = list[str]()
     entries = np.frombuffer(head, entry_view, record_count, DIRECTORY_OFFSET).copy()
-    commits, tail = entries["commit"], int.from_bytes(head[PAGE : PAGE + 8], "little")
+    said, copy = (int.from_bytes(head[at : at + 8], "little") for at in (PAGE, PAGE + 8))
+    tail = least_tail(said, copy)
     if not is_possible_tail(entries, tail):
         tail = oldest_record(entries)
-        head[PAGE : PAGE + 8] = tail.to_bytes(8, "little")
+        head[PAGE : PAGE + 16] = tail.to_bytes(8, "little") + (tail ^ ALL_BITS).to_bytes(8, "little")
         done.append("tail")
-    after = np.roll(commits, -1)
-    for slot in map(int, np.flatnonzero((after > 1) & (commits + np.uint64(1) != after))):
-        entry, number = _entry(head, slot), int(after[slot]) - 2
-        if number >= tail and number % record_count == slot and parse_entry(entry, number).type != RecordType.BAD:
-            at = DIRECTORY_OFFSET + slot * ENTRY_BYTES + 8 * COMMIT
+    numbers = np.arange(tail, log_end(entries, tail), dtype=np.uint64)
+    words = entries["commit"][(numbers % np.uint64(record_count)).astype(np.intp)]
+    for number in map(int, numbers[words != numbers + np.uint64(1)]):
+        if _is_whole(entries, number):
+            at = DIRECTORY_OFFSET + number % record_count * ENTRY_BYTES + 8 * COMMIT
             head[at : at + 8] = (number + 1).to_bytes(8, "little")
             done.append(f"commit word of record {number}")
     return done

@@ -24,6 +24,7 @@ from tiers.errors import BadRecord, OtherFormat
 from tiers.keys import Keyring
 from tiers.lane_files import close_map
 from tiers.lane_format import (
+    ALL_BITS,
     DIRECTORY_OFFSET,
     ENTRY_BYTES,
     INCARNATION_WORD,
@@ -31,16 +32,19 @@ from tiers.lane_format import (
     PAGE,
     POINT_HEAD_BYTES,
     RESERVED_WORD,
+    TAIL_COPY_WORD,
     TAIL_WORD,
     OpenPayload,
     RecordHeader,
     data_offset,
     decode_open,
     entry_view,
+    least_tail,
     parse_entry,
+    tails_agree,
     tokens_bytes,
 )
-from tiers.lane_header import is_possible_tail, oldest_record, read_geometry
+from tiers.lane_header import is_possible_tail, log_end, oldest_record, read_geometry
 from tiers.lane_seal import LaneOpener
 from tiers.lock import is_held
 from tiers.media import Place
@@ -106,7 +110,7 @@ class LaneReader:
     @property
     def tail(self) -> int:
         """First record that is not freed."""
-        return self._words[TAIL_WORD]
+        return least_tail(self._words[TAIL_WORD], self._words[TAIL_COPY_WORD])
 
     @property
     def incarnation(self) -> int:
@@ -115,19 +119,7 @@ class LaneReader:
 
     def head(self, from_number: int | None = None) -> int:
         """Number after the last committed record, searched from `from_number` (the tail if None)."""
-        number = self.tail if from_number is None else from_number
-        count, step = self.record_count, 256
-        while True:
-            expected = np.arange(number, number + min(step, count), dtype=np.uint64)
-            found = self._commits[(expected % np.uint64(count)).astype(np.intp)] == expected + np.uint64(1)
-            run = int(found.argmin()) if not found.all() else len(found)
-            number += run
-            if run == len(found):
-                step *= 2
-            elif self.is_committed(number + 1):
-                number += 1  # records are committed in order: this one's word was flipped
-            else:
-                return number
+        return log_end(self._entries, self.tail if from_number is None else from_number)
 
     def is_committed(self, number: int) -> bool:
         """Whether the commit word of record `number` stands in its slot."""
@@ -138,10 +130,16 @@ class LaneReader:
         """Whether its tail agrees with its commit words; else the tail was damaged."""
         return is_possible_tail(self._entries, self.tail)
 
+    @property
+    def tails_agree(self) -> bool:
+        """Whether both words that say its tail say the same, as they do but for a moment while the keeper writes them."""
+        words = self._words
+        return any(tails_agree(words[TAIL_WORD], words[TAIL_COPY_WORD]) for _ in range(1000))
+
     def mend_tail(self) -> None:
         """Give a tail that was damaged the least value that it can have had. The keeper only."""
         assert self._tail_memory is not None, "opened without writable_tail"
-        self._set_tail(oldest_record(self._entries))
+        self._set_tail(self.tail if self.has_possible_tail else oldest_record(self._entries))
 
     def records(self, from_number: int, limit: int = 1 << 30) -> list[RecordHeader]:
         """Headers of the committed records from `from_number` on, at most `limit`; type BAD where an entry is flipped."""
@@ -180,7 +178,8 @@ class LaneReader:
             return False  # its range has been given to another lane
         if header.payload_offset + self.lane_bytes >= words[RESERVED_WORD]:
             return True
-        return header.number >= words[TAIL_WORD]  # not freed, so no reservation can reach it: `reserved` was damaged
+        # What isn't freed no reservation can reach: `reserved` was damaged.
+        return tails_agree(words[TAIL_WORD], words[TAIL_COPY_WORD]) and header.number >= words[TAIL_WORD]
 
     def payload(self, header: RecordHeader, *, verify: bool = True) -> np.ndarray:
         """The record's payload: read-only uint8 view of the lane's memory, valid while `intact(header)`.
@@ -273,7 +272,8 @@ class LaneReader:
     def _set_tail(self, number: int) -> None:
         memory = self._tail_memory
         assert memory is not None
-        memory[TAIL_WORD if len(memory) > TAIL_WORD else 0] = number
+        at = TAIL_WORD if len(memory) > TAIL_COPY_WORD else 0
+        memory[at], memory[at + 1] = number, number ^ ALL_BITS
 
     def close(self) -> None:
         """Unmap, as soon as the last view is dropped."""

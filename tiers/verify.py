@@ -292,8 +292,8 @@ def _bad_records(store: StoreReader, lane_dir: str | os.PathLike[str], counts: C
     names: dict[bytes, tuple[str, str]] = {}
     yield from _unreadable_lanes(Path(lane_dir))
     for lane in lanes.scan():
-        if not lane.has_possible_tail:
-            yield Finding("lane", lane.path.name, "the lane's tail is damaged: what waits in it may be passed over")
+        if not (lane.has_possible_tail and lane.tails_agree):
+            yield Finding("lane", lane.path.name, "the lane's tail is damaged: its keeper takes again what waits in it")
         for header in lane.records(lane.tail):
             counts.records += 1
             key = f"{lane.name} record {header.number}"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.sample import BLOCK, World, append_rows, flip, sequence, some_tokens
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, sequence, some_tokens
 from tiers import drain as drain_module
 from tiers.drain import Drain
-from tiers.errors import StoreFailed
+from tiers.errors import LaneFull, StoreFailed
 from tiers.lane_format import COMMIT, DIRECTORY_OFFSET, ENTRY_BYTES, PAGE, RESERVED_WORD, geometry_bytes
 from tiers.lane_header import header_problem, mend
 from tiers.lane_reader import LaneReader
@@ -114,20 +114,81 @@ def test_a_lane_of_a_later_version_is_not_damaged(world: World) -> None:
     assert header_problem(path) == "" and mend(path, 64, 1 << 16) == []
 
 
+def flip_commit_word(path: Path, number: int, bit: int = 0x80) -> None:
+    flip(path, DIRECTORY_OFFSET + number % 64 * ENTRY_BYTES + 8 * COMMIT, bit)
+
+
 @pytest.mark.parametrize("laps", [0, 2])
-def test_a_flipped_commit_word_hides_nothing(world: World, laps: int) -> None:
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_flipped_commit_words_hide_nothing(world: World, laps: int, width: int) -> None:
     path = waiting(world, laps=laps)
     first = LaneReader.open(path).tail
-    for number in range(first, first + 5):
-        flip(path, DIRECTORY_OFFSET + number % 64 * ENTRY_BYTES + 8 * COMMIT, 0x80)
-        assert [finding.reason for finding in found(world)] == ["a record's commit word is flipped"]
+    for begin in range(first, first + 6 - width):
+        for number in range(begin, begin + width):
+            flip_commit_word(path, number)
+        assert [finding.reason for finding in found(world)] == ["a record's commit word is flipped"] * width
         assert world.restorable(TOKENS) == len(TOKENS)
         lane = world.lane()
         assert lane.head == first + 6
         lane.close()
         assert found(world) == []
+    for number in range(first, first + width):
+        flip_commit_word(path, number)
     assert world.drain().get("bad_records", 0) == 0
     assert world.restorable(TOKENS) == len(TOKENS)
+
+
+@pytest.mark.parametrize("laps, ahead, bit", [(1, 0, 0x40), (1, 1, 0x40), (0, 1, 0x08)])
+def test_a_flipped_commit_word_makes_no_record_of_what_its_slot_held_before(
+    world: World, laps: int, ahead: int, bit: int
+) -> None:
+    """Else the keeper would pass over the record that its writer puts there next."""
+    path = waiting(world, laps=laps)
+    lane, more = world.lane(), some_tokens(BLOCK, seed=9)
+    head = lane.head
+    flip_commit_word(path, head + ahead, bit)
+    assert LaneReader.open(path).is_committed(head + ahead)
+    assert LaneReader.open(path).head() == head
+    drain = world.drained()
+    assert lane.tail == head
+    world.capture(lane, "b", more, [5, 8])
+    drain.flush(sync=True)
+    assert lane.tail == lane.head and drain.counts["gap"] == drain.counts["bad_records"] == 0
+    drain.close()
+    shutil.rmtree(world.paths.lane_dir)
+    assert world.restorable(more) == len(more)
+
+
+@pytest.mark.parametrize("word", [0, 8])
+@pytest.mark.parametrize("bit", [0x01, 0x02, 0x04, 0x20, 0x40])
+def test_a_tail_that_was_flipped_to_another_possible_one_loses_nothing(world: World, word: int, bit: int) -> None:
+    path = waiting(world, laps=1)
+    assert LaneReader.open(path).tail == 64
+    flip(path, PAGE + word, bit)
+    assert LaneReader.open(path).tail <= 64
+    assert "lane" in [finding.kind for finding in found(world)]
+    assert world.restorable(TOKENS) == len(TOKENS)
+    lane = world.lane()
+    assert lane.head == 70 and lane.tail <= 64, "a writer that believed it would write over what waits"
+    assert world.drain().get("gap", 0) == 0
+    assert lane.tail == 70 and found(world) == []
+    shutil.rmtree(world.paths.lane_dir)
+    assert world.restorable(TOKENS) == len(TOKENS)
+
+
+def test_a_writer_finds_no_room_behind_a_flipped_entry(world: World) -> None:
+    lane = world.lane()
+    lane.append_close(sequence("nobody"), 1, 0)
+    lane.append_open(sequence("a"), 1, ROOT, LAYOUT, BLOCK, "default", "chat", "a", TOKENS[:0])
+    for at in (48, 53):  # its payload's place
+        flip(world.paths.lane("e0"), DIRECTORY_OFFSET + at)
+    kept = 0
+    with pytest.raises(LaneFull):
+        while lane.head < 60:
+            append_rows(lane, "a", kept, long := some_tokens(150, seed=kept))
+            kept += len(long)
+    assert world.drain()["bad_records"] == 1
+    append_rows(lane, "a", kept, some_tokens(150))
 
 
 @pytest.mark.parametrize("laps", [0, 2])
@@ -207,7 +268,8 @@ def test_a_lane_that_was_gone_through_is_taken_again_in_many_groups(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = waiting(world, laps=2)
-    flip(path, PAGE + 5)
+    for word in (0, 8):
+        flip(path, PAGE + word + 5)
     monkeypatch.setattr(drain_module, "GROUP_RECORDS", 7)
     counts = world.drain()
     reader = LaneReader.open(path)
@@ -222,7 +284,7 @@ def test_a_lane_that_is_written_to_by_others_while_it_is_drained_ends_the_drain(
     take = drain.step
 
     def damaged(**given: bool) -> bool:
-        for number in (2, 3):
+        for number in range(2, 6):
             with open(path, "r+b") as file:
                 file.seek(DIRECTORY_OFFSET + number * ENTRY_BYTES + 8 * COMMIT)
                 file.write(bytes(8))
