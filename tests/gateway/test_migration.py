@@ -53,8 +53,9 @@ async def running(world: World, source: FakeEngine, after: int = 4, **more: Any)
         return len(source.submits) > before and source.budget == 0
 
     await world.until(there)
-    await asyncio.sleep(0.02)
-    return task, source.submits[-1].stream
+    stream = source.submits[-1].stream
+    await world.until(lambda: has_delivered(world, after, stream))
+    return task, stream
 
 
 async def migrate(world: World, stream: str, engine: str) -> tuple[int, Any]:
@@ -70,7 +71,7 @@ async def test_stream_moves_at_every_token_and_its_client_sees_one_answer(make_w
             engine.allow(position)
             engine.submits.clear()
         task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
-        source, target = await at_work(world, source, target)
+        source, target = await at_work(world, position, source, target)
         target.allow(None)
         status, body = await migrate(world, source.submits[0].stream, target.name)
         got = await task
@@ -84,14 +85,19 @@ async def test_stream_moves_at_every_token_and_its_client_sees_one_answer(make_w
         assert target.submits[-1].epoch > source.submits[-1].epoch
 
 
-async def at_work(world: World, *engines: FakeEngine) -> tuple[FakeEngine, FakeEngine]:
+async def has_delivered(world: World, count: int, stream: str = "") -> bool:
+    rows = (await world.get("/v1/streams"))["data"]
+    return any(row["delivered_tokens"] == count and stream in row["id"] for row in rows)
+
+
+async def at_work(world: World, count: int, *engines: FakeEngine) -> tuple[FakeEngine, FakeEngine]:
     """The engine that was given the stream and has used up its steps, and the other one."""
 
     async def there() -> bool:
         return any(engine.submits and engine.budget == 0 for engine in engines)
 
     await world.until(there)
-    await asyncio.sleep(0.02)
+    await world.until(lambda: has_delivered(world, count))
     return engines if engines[0].submits else engines[::-1]  # type: ignore[return-value]
 
 

@@ -174,6 +174,10 @@ async def has_submits(engine: FakeEngine) -> bool:
     return bool(engine.submits)
 
 
+async def has_status(world: World, status: str) -> bool:
+    return bool((await world.get("/health"))["status"] == status)
+
+
 async def has_cancels(engine: FakeEngine) -> bool:
     return bool(engine.cancels)
 
@@ -203,17 +207,13 @@ async def test_finished_streams_are_read_back_byte_for_byte(world: World) -> Non
     assert again.events == sse.events
 
 
-async def test_drain_lets_answers_end_and_admits_nothing(world: World) -> None:
-    engine = world.engines[0]
-    engine.allow(3)
+async def test_drain_lets_answers_end_and_admits_nothing(make_world) -> None:  # type: ignore[no-untyped-def]
+    world = await make_world(drain_s=60.0)
+    engine = await world.engine("e0", budget=3)
     task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
-
-    async def started() -> bool:
-        return bool(engine.submits)
-
-    await world.until(started)
+    await world.until(lambda: has_submits(engine))
     ending = asyncio.create_task(world.end_gateway())
-    await asyncio.sleep(0.02)
+    await world.until(lambda: has_status(world, "draining"))
     status, _, answer = await world.post("/v1/chat/completions", chat(stream=False))
     assert (status, answer["error"]["code"]) == (503, "draining")
     engine.allow(None)
@@ -225,11 +225,7 @@ async def test_drain_is_bounded_and_the_stream_goes_on_in_the_next_process(make_
     world = await make_world(drain_s=0.1)
     engine = await world.engine("e0", budget=3)
     task = asyncio.create_task(world.events("POST", "/v1/chat/completions", chat()))
-
-    async def started() -> bool:
-        return bool(engine.submits)
-
-    await world.until(started)
+    await world.until(lambda: delivered(world, 3))
     await asyncio.wait_for(world.end_gateway(), 60)
     sse = await task
     assert sse.finish_reason is None

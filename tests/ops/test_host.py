@@ -128,7 +128,6 @@ async def test_killed_engine_is_reported_and_started_again(paths: Paths, nursery
         os.kill(victim.pid, signal.SIGKILL)
         down = await gateway.next()
         assert (down.engine, down.incarnation, down.reason) == (victim.engine, victim.incarnation, "killed")
-        assert down.fence_ms < 100
         news: dict[type, Any] = {}  # how it died may be known before or after the next one is up
         while not news.keys() >= {messages.EngineGone, messages.EngineUp}:
             message = await gateway.next()
