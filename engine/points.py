@@ -3,7 +3,7 @@
 Taken after a step's tokens are on their way: one copy on the device, kept with the slot and thinned out; written to the lane
 later, some bytes a step, whole when nothing else is to do. Taken at the ends of prefill chunks (one of them before the last
 tokens of the prompt), at message boundaries, every few tokens of an answer, and at the tip when a sequence ends. Models without
-recurrent state need none: `Points.wanted` is False. Main thread only. Source: docs/log-format.md, DESIGN idea 6.
+recurrent state need none: `Points.wanted` is False. Main thread only. Source: docs/kinds-of-state.md, "Rollback points".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every submission is a resume: the full token list goes to the engine that placement chose, under an epoch that only grows.
 Engine lost: nothing moves until it is dead for certain (`membership.py`); then its streams are placed again.
 What has an old epoch, or a position that is known, is dropped; a position that comes too early means a new submission.
-Source: DESIGN.md, "Every request is a resume", "Fence, then restore".
+Source: docs/path-of-a-token.md, "A recovery, on the same path".
 """
 
 from __future__ import annotations

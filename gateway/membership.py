@@ -2,7 +2,7 @@
 
 The host agent names engines and says when one is dead; a link that ends only makes an engine a suspect, and its streams stay where they
 are until the host agent has fenced it, or its pidfd says that the process is gone. What follows for streams is the owner's (`dispatch.py`).
-Source: DESIGN.md, "Fence, then restore".
+Source: docs/operations.md, "Processes".
 """
 
 from __future__ import annotations

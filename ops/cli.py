@@ -102,7 +102,7 @@ def serve(config: Config) -> None:
 def pull_command(config: Config, wanted: str, again: bool, if_missing: bool, as_json: bool) -> None:
     """Fetch MODEL into the model cache, convert it if need be, and check it.
 
-    MODEL is smollm2 (the demo model), owner/name of a model on the hub, or a .gguf file.
+    MODEL is smollm2 (the demo model), gemma3-270m, owner/name of a model on the hub, or a .gguf file.
     """
     from ops import models, pull
 

@@ -40,7 +40,7 @@ from tiers.view import View
 
 log = structlog.get_logger()
 
-GROUP_BYTES = 16 << 20  # commits of 4 MB and more reach the disk's speed (FACTS)
+GROUP_BYTES = 16 << 20  # commits of 4 MB and more reach the disk's speed
 FIRST_GROUP_BYTES = 4 << 20  # of a burst: while it is committed, more is made ready
 GROUP_RECORDS = 2048
 PUSH_BYTES = 4 << 20  # a group of so many is worth a thread that has the disk begin early

@@ -307,7 +307,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _keep_large_buffers() -> None:
-    """Let malloc reuse LMDB's page buffers instead of mapping and unmapping each: half the CPU of a commit (FACTS)."""
+    """Let malloc reuse LMDB's page buffers instead of mapping and unmapping each: half the CPU of a commit."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its maximum

@@ -62,10 +62,10 @@ class PointKind(IntEnum):
     """Why a rollback point was taken."""
 
     CHUNK = 1  # end of a prefill chunk
-    MESSAGE = 2  # message boundary
+    MESSAGE = 2  # message boundary, or the end of the prompt
     PROMPT_TAIL = 3  # before the last tokens of a prompt
     TIP = 4
-    ANSWER_TAIL = 5  # before the last tokens of an answer
+    ANSWER_TAIL = 5  # within an answer, every so many tokens: one lies before its last ones
 
 
 class RecordHeader(NamedTuple):
