@@ -17,6 +17,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import ApiError, bad_request
+from gateway.grammar import REASON_LIMIT
 from gateway.tools import form_of_template, told_in_text
 
 AnswerStart = Literal["header", "none", "message"]
@@ -52,9 +53,9 @@ class ChatTemplate:
             raise bad_request(f"chat_template_kwargs: {name} is not yours to set", "chat_template_kwargs")
         if not self._knows_developer:  # such a template drops that role, or writes one that its model never saw
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        if not self._knows_tools:
-            messages, tools = told_in_text(messages, tools or []), None
         try:
+            if not self._knows_tools:
+                messages, tools = told_in_text(messages, tools or []), None
             text = self._template.render(
                 messages=messages,
                 tools=tools or None,
@@ -62,8 +63,9 @@ class ChatTemplate:
                 **self._special_tokens,
                 **(options or {}),
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise bad_request(f"messages: the model's chat template refuses them: {error}", "messages") from error
+        except Exception as error:  # a template is foreign code, and what it computes with is the request's
+            said = str(error)[:REASON_LIMIT] or type(error).__name__
+            raise bad_request(f"messages: the model's chat template refuses them: {said}", "messages") from error
         return _unfinished(text, messages[-1]["content"].rstrip()) if start == "message" else text
 
 

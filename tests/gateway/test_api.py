@@ -49,6 +49,15 @@ async def test_errors_over_http_have_one_shape(world: World) -> None:
             assert (await response.json())["error"]["message"]
 
 
+async def test_what_is_nested_as_deeply_as_the_parser_takes_is_a_400(world: World) -> None:
+    for depth in range(925, 950):
+        parameters = b'{"a":' * depth + b"1" + b"}" * depth
+        tools = b'"tools": [{"type": "function", "function": {"name": "f", "parameters": %b}}]' % parameters
+        sent = json.dumps(chat(stream=False)).encode()[:-1] + b", " + tools + b"}"
+        status, _, answer = await world.post("/v1/chat/completions", sent)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), depth
+
+
 async def test_body_that_is_not_what_its_encoding_says_is_the_clients_error(world: World) -> None:
     cases = [("gzip", b"zzz"), ("br", b"zzz"), ("snappy", b"{}"), ("gzip", gzip.compress(b"{"))]
     for (encoding, sent), code in zip(cases, ["invalid_body"] * 3 + ["invalid_json"], strict=True):

@@ -6,10 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from engine.messages import Sampling, unpack_tokens
 from gateway.admit import Admission
 from gateway.chat_template import ChatTemplate
 from gateway.choices import choice_seed
+from gateway.errors import ApiError
 from gateway.tokenizer import ModelFacts
 from tests.gateway.conftest import MODEL, World, byte_tokenizer, chat
 from tests.gateway.fake_engine import FakeEngine, token_at
@@ -325,6 +328,22 @@ def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
     assert ChatTemplate(source + "{# developer #}", {}).render(messages) == "<developer>Be brief.<user>x"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert ChatTemplate(source, {}).render(messages, tools).count("<system>") == 1, "told in the developer's message"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('no tools ' + 'x' * 10000) }}", "no tools"),
+        ("{{ 1 / messages[0].content | length }}", "division by zero"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{% for k in range(1000000) %}{% endfor %}", "Range too big"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_messages(source: str, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": ""}])
+    assert (caught.value.status, caught.value.param) == (400, "messages") and len(caught.value.message) < 400
 
 
 async def test_variables_reach_the_chat_template(make_world, model_dir, tmp_path) -> None:  # type: ignore[no-untyped-def]
