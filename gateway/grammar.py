@@ -7,6 +7,7 @@ same: one llguidance grammar, checked here, so that one which can't be compiled 
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +22,12 @@ _TOO_LARGE = (
     "too many",
     "precomputation failed",
 )  # how llguidance says that a limit was reached
-# Between JSON's tokens: enough for any indentation a model likes, and an end to it.
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}"}
+# Between JSON's tokens: enough for any indentation a model likes, and an end to it. What of a schema can't be enforced, llguidance
+# tells then as a warning, which `check` decides about.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,24}", "lenient": True}
+_NO_FAULT = "Unknown format"  # JSON Schema 2020-12 has it ignored
+_EXCERPT = re.compile(r"\n +[0-9]+ \| ")  # llguidance repeats lines of a grammar in which the schema was put here
+_SCHEMA_FIELD = "response_format.json_schema.schema"
 _OF_A_SCHEMA = '{"grammars":[{"name":"json_schema",'
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 PLAIN = (*GUIDED, "regex", "grammar")
@@ -43,7 +48,8 @@ def grammar_of(request: Any) -> tuple[str, str]:
         return "", ""
     field, form, value = wish
     grammar = _FORMS[form](field, value)
-    check(grammar, field)
+    wrapped = (request.response_format or {}).get("json_schema") if field == _SCHEMA_FIELD else None
+    check(grammar, field, lenient=bool(wrapped) and wrapped.get("strict") is False)
     return grammar, field
 
 
@@ -70,13 +76,17 @@ def _wish(request: Any) -> Wished:
     return wishes[0] if wishes else None
 
 
-def check(grammar: str, field: str) -> None:
-    """Raises ApiError if a grammar can't be compiled."""
+def check(grammar: str, field: str, *, lenient: bool = False) -> None:
+    """Raises ApiError if a grammar can't be compiled, or not all of its schemas be enforced, unless `lenient`."""
     from llguidance import LLMatcher
 
     failed, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits(grammar))
     if failed:
-        raise _refused(field, said[0].strip().split("\n   1 | start:")[0] if said else "unknown reason")
+        raise _refused(field, _EXCERPT.split(said[0].strip())[0] if said else "unknown reason")
+    for trouble in said:
+        if not lenient and not trouble.startswith(_NO_FAULT):
+            overlaps = "an answer could match two branches of a oneOf; use anyOf"
+            raise _refused(field, overlaps if trouble.startswith("oneOf") else trouble)
     trouble = _trouble_at_its_begin(grammar)
     if trouble.startswith("NoExtensionBias"):
         reason = "nothing can match it; give a rule or $ref that begins with itself a way out of itself"
@@ -199,13 +209,13 @@ def _response_format(request: Any) -> Wished:
     if form != "json_schema":
         served = "text, json_object, json_schema"
         raise not_supported("response_format", f"response_format: type must be one of {served}, got {quoted(form)}")
-    field = "response_format.json_schema"
+    field = _SCHEMA_FIELD.removesuffix(".schema")
     wrapped = given.get("json_schema")
     if not isinstance(wrapped, dict):
         raise bad_request(f"{field}: expected an object with a schema", field, "missing_required_parameter")
     if "schema" not in wrapped:
-        raise bad_request(f"{field}.schema: is required", f"{field}.schema", "missing_required_parameter")
-    return f"{field}.schema", "json", wrapped["schema"]
+        raise bad_request(f"{_SCHEMA_FIELD}: is required", _SCHEMA_FIELD, "missing_required_parameter")
+    return _SCHEMA_FIELD, "json", wrapped["schema"]
 
 
 def _structured(request: Any) -> Wished:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import bad_request, not_supported, quoted
-from gateway.grammar import JSON_OPTIONS, check, lark_grammar
+from gateway.errors import ApiError, bad_request, not_supported, quoted
+from gateway.grammar import JSON_OPTIONS, check, json_grammar, lark_grammar
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOOLS_LIMIT = 128
@@ -61,14 +61,34 @@ def plan_of(request: Any, form: str) -> ToolPlan:
     if choice == "auto":
         return ToolPlan(tools, names, form, rules=rules)
     grammar = lark_grammar("\n".join(["start: calls", *rules]))
-    check(grammar, "tools")
+    _check_schemas(grammar, tools, wanted)
     return ToolPlan(tools, names, form, grammar, rules)
+
+
+def _check_schemas(grammar: str, tools: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Raises ApiError that names the tool whose arguments can't be enforced; in part is enough for those that aren't `strict`."""
+    try:
+        check(grammar, "tools", lenient=not any(_strict(tool) for tool in wanted))
+    except ApiError:
+        for tool in wanted:
+            field = f"tools[{tools.index(tool)}].function.parameters"
+            check(json_grammar(field, _arguments(tool)), field, lenient=not _strict(tool))
+        raise
+
+
+def _strict(tool: dict[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _arguments(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments."""
+    return {"type": "object", **(tool["function"].get("parameters") or {})}
 
 
 def calls_or(plan: ToolPlan, answer: str, field: str) -> str:
     """A grammar of calls or an answer, for a model that decides by itself. Raises ApiError that names `field`."""
     grammar = lark_grammar("\n".join(["start: calls | answer", *plan.rules, f"answer: {answer}"]))
-    check(grammar, field)
+    check(grammar, field, lenient=True)  # the answer's schema was looked at by itself; calls are the model's own choice
     return grammar
 
 
@@ -136,9 +156,8 @@ def _rules(tools: list[dict[str, Any]], form: str, several: bool) -> list[str]:
     key = "arguments" if form == "hermes" else "parameters"
     rules, bodies = [], []
     for index, tool in enumerate(tools):
-        function = tool["function"]
-        schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": JSON_OPTIONS}
-        head = json.dumps(f'{{"name": "{function["name"]}", "{key}": ')
+        schema = {**_arguments(tool), "x-guidance": JSON_OPTIONS}
+        head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{key}": ')
         rules.append(f'body_{index}: {head} arguments_{index} "}}"\narguments_{index}: %json {json.dumps(schema)}')
         bodies.append(f"body_{index}")
     call = f"call: {' | '.join(bodies)}"

@@ -90,6 +90,11 @@ def request(**more: Any) -> schema.ChatRequest:
     return schema.parse_chat(json.dumps({**chat(), **more}).encode())
 
 
+def taking(parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A tool with these arguments."""
+    return {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
+
+
 REFUSED = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
@@ -102,12 +107,14 @@ REFUSED = [
         "no tool 'x'",
     ),
     (
-        {
-            "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
-            "tool_choice": "required",
-        },
-        "tools",
-        "compiled",
+        {"tools": [CLOCK, taking({"not": {}}, strict=True)], "tool_choice": "required"},
+        "tools[1].function.parameters",
+        'compiled: Unimplemented keys: ["not"]',
+    ),
+    (
+        {"tools": [CLOCK, taking({"properties": {"a": {"type": "set"}}})], "tool_choice": "required"},
+        "tools[1].function.parameters",
+        "compiled: Invalid type: set",
     ),
 ]
 
@@ -118,6 +125,14 @@ def test_what_is_wrong_with_tools_is_said(more: dict, param: str, said: str) -> 
         plan_of(request(**more), "hermes")
     assert (caught.value.status, caught.value.param) == (400, param)
     assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "of_a", [{"uniqueItems": True}, {"propertyNames": {}}, {"oneOf": [{"minimum": 0}, {"maximum": 9}]}, {"not": {}}]
+)
+def test_what_can_not_be_enforced_of_arguments_is_left_to_the_model(of_a: dict[str, Any]) -> None:
+    tool = taking({"properties": {"a": of_a}})
+    assert plan_of(request(tools=[tool], tool_choice="required"), "hermes").grammar
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama"])
