@@ -171,9 +171,9 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         log.info("request.unreadable", path=request.path, error=str(error))
         return _unreadable(request)
     except RecursionError:  # nested nearly as deeply as the parser takes is too deeply for what comes after it
-        error = bad_request("the body is nested too deeply", code="invalid_json")
-        _count_refused(request, error)
-        return error_response(error)
+        too_deep = bad_request("the body is nested too deeply", code="invalid_json")
+        _count_refused(request, too_deep)
+        return error_response(too_deep)
     except (ConnectionResetError, TimeoutError):
         raise
     except Exception as error:  # a bug in one request must not end the others

@@ -48,8 +48,8 @@ def grammar_of(request: Any) -> tuple[str, str]:
         return "", ""
     field, form, value = wish
     grammar = _FORMS[form](field, value)
-    wrapped = (request.response_format or {}).get("json_schema") if field == _SCHEMA_FIELD else None
-    check(grammar, field, lenient=bool(wrapped) and wrapped.get("strict") is False)
+    wrapped = request.response_format["json_schema"] if field == _SCHEMA_FIELD else {}
+    check(grammar, field, lenient=wrapped.get("strict") is False)
     return grammar, field
 
 
