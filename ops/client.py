@@ -8,10 +8,11 @@ import re
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import click
 
+from gateway.config import is_loopback
 from ops.config import Config
 from ops.errors import ConfigError, NotRunning, OpsError, StateRefused
 
@@ -81,26 +82,44 @@ class Client:
         headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
         try:
             request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with _opener(self.url).open(request, timeout=timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            raise ApiError(error.code, _message(error)) from error
+            raise self._refusal(error) from error
         except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise NotRunning(
                 f"no gateway answers at {self.url} ({reason}); start one by `concordia serve`, or name it by --url"
             ) from error
-        return json.loads(text) if text.strip() else {}
+        try:
+            return json.loads(text) if text.strip() else {}
+        except ValueError as error:
+            raise self._other_server("something that isn't JSON") from error
+
+    def _refusal(self, error: urllib.error.HTTPError) -> OpsError:
+        """What a status that isn't 200 means; one without the gateway's own words comes from another server, or from a proxy before it."""
+        try:
+            said = json.loads(error.read())["error"]
+            message = for_commands(str(said["message"])) + _ADVICE.get(str(said.get("code")), "")
+        except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+            answered = f"{error.code} {error.reason}"
+            if error.code < 500:
+                return self._other_server(answered)
+            message = f"the gateway answered {answered}"
+        if error.code == UNAUTHORIZED:
+            message = "the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file"
+        return ApiError(error.code, message)
+
+    def _other_server(self, answered: str) -> NotRunning:
+        return NotRunning(
+            f"what listens at {self.url} is no gateway, it answered {answered}; start one by `concordia serve`, or name it by --url"
+        )
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    if error.code == UNAUTHORIZED:
-        return "the gateway wants an API key: --api-key, CONCORDIA_API_KEY or api_key_file"
-    try:
-        said = json.loads(error.read())["error"]
-        return for_commands(str(said["message"])) + _ADVICE.get(str(said.get("code")), "")
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"the gateway answered {error.code} {error.reason}"
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """A proxy of the environment can't know of this machine's own addresses."""
+    here = is_loopback(urlsplit(url).hostname or "")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
 
 
 def for_commands(message: str) -> str:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -211,8 +212,10 @@ class Gateway(BaseHTTPRequestHandler):
     def answer(self) -> None:
         self.asked.append((self.command, self.path, self.headers.get("Authorization")))
         known = self.answers.get(self.path)
-        body = json.dumps(known if known is not None else {"error": {"message": "no such session"}}).encode()
-        self.send_response(self.statuses.get(self.path, 200 if known is not None else 404))
+        status = self.statuses.get(self.path, 200 if known is not None else 404)
+        said = known if status == 200 or "error" in list(known or ()) else {"error": {"message": "no such session"}}
+        body = known if isinstance(known, bytes) else json.dumps(said).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -255,6 +258,24 @@ def test_what_the_gateway_says_is_passed_on(url: str) -> None:
     result = concordia("sessions", "show", "none", "--url", url)
     assert result.exit_code == 1
     assert result.stderr == "concordia: no such session\n"
+
+
+@pytest.mark.parametrize("status", [200, 401, 404])
+def test_another_program_at_the_port_is_no_gateway(
+    url: str, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Gateway.answers, "/admin/engines", b"<html>")
+    monkeypatch.setitem(Gateway.statuses, "/admin/engines", status)
+    where = ("--data-dir", str(tmp_path), "--lane-dir", str(tmp_path / "lanes"))
+    result = concordia("drain", "e0", "--url", url, *where)
+    assert result.exit_code == 4 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert concordia("recover", "--url", url, *where).exit_code == 0, "it needs none"
+
+
+def test_this_machines_gateway_is_not_looked_for_by_a_proxy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)
+    result = concordia("sessions", "ls", "--json", "--url", url, http_proxy="http://127.0.0.1:1", no_proxy="")
+    assert json.loads(result.stdout)["data"][0]["id"] == "a b"
 
 
 def test_what_the_gateway_says_names_commands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
