@@ -231,7 +231,8 @@ def _integer(key: str, value: int | float | str) -> int | None:
         return int(value) if value.is_integer() else None
     if key.endswith("_bytes"):
         match = _SIZE.fullmatch(value.strip())
-        return int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else None
+        size = float(match[1]) * _UNITS[match[2].lower()] if match and match[2].lower() in _UNITS else math.inf
+        return int(size) if math.isfinite(size) else None
     try:
         return int(value)
     except ValueError:

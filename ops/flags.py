@@ -21,6 +21,7 @@ from ops import log
 from ops.client import Client
 from ops.config import Config
 from ops.errors import BadData, ModelError, OpsError, StateRefused
+from ops.standard_streams import fill_in
 from tiers.errors import Lost, OtherModel, StoreBusy, TierError
 from tiers.export_seal import LockedFile
 from tiers.keys import BadKeys, Locked
@@ -81,6 +82,11 @@ class Group(click.Group):
     def __init__(self, *given: Any, **more: Any) -> None:
         more.setdefault("epilog", exit_codes(EXITS))
         super().__init__(*given, **more)
+
+    def main(self, *given: Any, **more: Any) -> Any:
+        """As click does, also where a standard stream is closed."""
+        fill_in()
+        return super().main(*given, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

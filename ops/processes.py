@@ -85,8 +85,12 @@ class FileLock:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise AlreadyRunning(f"{what} (pid {holder or 'unknown'} holds {self.path})") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            os.close(descriptor)
+            raise
+        with contextlib.suppress(OSError):  # no room: then others are told of a holder whose pid isn't known
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
         return self
 

@@ -42,16 +42,16 @@ def differing(config: Config) -> dict[str, Any] | None:
     """By key, what the `serve` of this data directory runs with, where it is another value than configured; None: none runs."""
     if not is_held(config.paths.serve_lock):
         return None
+    values = config.values()
     try:
         told = json.loads(config.paths.serve_settings.read_bytes())
-    except (OSError, ValueError):
+        return {
+            key: _as(values[key], value)
+            for key, value in told.items()
+            if key in values and shown_value(key, values[key]) != value
+        }
+    except (OSError, ValueError, AttributeError):  # there is none, or it is torn or another version's
         return None
-    values = config.values()
-    return {
-        key: _as(values[key], value)
-        for key, value in told.items()
-        if key in values and shown_value(key, values[key]) != value
-    }
 
 
 def _as(configured: Any, told: str) -> Any:

@@ -6,6 +6,7 @@ A small HTTP server stands in for the gateway.
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import json
 import os
@@ -115,6 +116,18 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path) -> None:
     ]
 
 
+def test_a_command_works_with_every_standard_stream_closed(tmp_path: Path) -> None:
+    """The file that it opens next is none that things are printed into."""
+    program = (
+        "import os, sys; [os.close(n) for n in range(3)]; sys.stdin = sys.stdout = sys.stderr = None\n"
+        "from ops.cli import main; main(['config', '--data-dir', sys.argv[1]], standalone_mode=False)\n"
+        "print('printed'); os.write(2, b'said')\n"
+        "sys.exit(10 + os.open(sys.argv[1] + '/file', os.O_RDWR | os.O_CREAT))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert done.returncode > 12 and (tmp_path / "file").read_bytes() == b""
+
+
 def test_config_shows_value_and_source(tmp_path: Path) -> None:
     result = concordia("config", "--json", "--data-dir", str(tmp_path), "--port", "9001", CONCORDIA_ENGINE_SLOTS="3")
     shown = json.loads(result.stdout)
@@ -143,6 +156,9 @@ def test_config_shows_what_a_running_serve_was_given(tmp_path: Path) -> None:
     flags = {"data_dir": str(data), "lane_dir": str(lanes), "gateway.port": 9009, "gateway.api_key": "secret"}
     served = config.load({**flags, "engine.threads": 3, "engine.deterministic": True}, environment={})
     lock = FileLock(served.paths.serve_lock).take("served")
+    for unreadable in ("{", "[]", '{"gateway.port": "automatic"}'):  # torn, or another version's
+        served.paths.serve_settings.write_text(unreadable)
+        assert concordia("config", "--data-dir", str(data)).exit_code == 0
     running.note(served)
     result = concordia("config", "--data-dir", str(data))
     assert "8080 (now 9009)" in result.stdout and "runs on this data directory" in result.stdout
@@ -411,7 +427,13 @@ def test_a_taken_port_is_said_at_once() -> None:
             listening.check_port("127.0.0.1", taken.getsockname()[1])
 
 
-def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        FileLock(tmp_path / "serve.lock").take("on a full disk").release()
     lock = FileLock(tmp_path / "serve.lock").take("served already")
     with pytest.raises(AlreadyRunning, match=f"served already \\(pid {os.getpid()}"):
         FileLock(tmp_path / "serve.lock").take("served already")

@@ -64,6 +64,7 @@ def test_every_value_remembers_where_it_came_from(data_dir: Path) -> None:
             "[engine]\ndtype = 'int8'",
             "engine.dtype must be one of 'auto', 'float32', 'bfloat16', 'float16', not 'int8'",
         ),
+        (f"[tiers]\nlane_bytes = '{'9' * 400}'", "tiers.lane_bytes must be a whole number"),
         ("[gateway]\ndrain_s = nan", "gateway.drain_s must be a number, not nan"),
         ("[engine]\ndevice = 'tpu'", "engine.device = 'tpu' is not a device: expected auto, cpu, cuda or cuda:N"),
         ("gateway = 3", "gateway is a section; write [gateway] and its keys below"),
