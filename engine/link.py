@@ -16,6 +16,7 @@ import structlog
 
 from engine import messages as m
 from engine.wire import TO_ENGINE, FrameBuffer, WireError, encode
+from tiers.acceptor import Acceptor
 
 log = structlog.get_logger()
 
@@ -41,6 +42,7 @@ class GatewayLink:
         self._listener.bind(str(temporary))
         self._listener.listen(8)
         self._listener.setblocking(False)
+        self._acceptor = Acceptor(self._listener)
         os.rename(temporary, path)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._gateway: _Connection | None = None
@@ -78,12 +80,12 @@ class GatewayLink:
         """Close everything; the socket file stays for whoever comes next to replace."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
+        self._acceptor.close()
         self._selector.close()
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
+        sock = self._acceptor.accept()
+        if sock is None:
             return
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, _Connection(sock))

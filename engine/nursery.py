@@ -28,6 +28,7 @@ from typing import Any
 import structlog
 
 from engine import lean_torch, pid_file
+from tiers.acceptor import Acceptor
 from tiers.heartbeat import BEAT_S, Beating
 from tiers.paths import Paths
 
@@ -53,6 +54,7 @@ class Nursery:
         self._stopping = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._listener = _listen(self._paths.nursery_socket)
+        self._acceptor = Acceptor(self._listener)
 
     def serve(self) -> None:
         """Answer requests until SIGTERM or SIGINT."""
@@ -92,7 +94,9 @@ class Nursery:
     # ------------------------------------------------------------ requests
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
+        connection = self._acceptor.accept()
+        if connection is None:
+            return
         connection.settimeout(5.0)
         pending = bytearray()
         self._selector.register(connection, selectors.EVENT_READ, lambda _: self._read(connection, pending))
@@ -167,6 +171,7 @@ class Nursery:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
+        self._acceptor.close()
         self._wake_write.close()
         self._selector.close()
         os.setsid()

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from tiers.acceptor import EXHAUSTED, Acceptor
 from tiers.base import SessionKey
 from tiers.compaction import GRACE_S
 from tiers.drain import Drain
@@ -82,9 +83,11 @@ class Keeper:
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._listener = _listen(paths.keeper_socket)
+        self._acceptor = Acceptor(self._listener)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._held_at = self._looked_at = self._lock_seen_at = time.monotonic()
         self._beating = Beating(paths.beat("keeper"))
+        self._hindered = ""  # what kept the last round from its work, and was said
 
     def stop(self) -> None:
         """Ask `run` to end, from a signal handler or another thread."""
@@ -122,9 +125,22 @@ class Keeper:
                 self._jobs.hurry()
         except StoreFailed:
             pass  # counted and logged; the records wait in the lanes
-        self._look_for_host()
-        self._keep_lock()
+        except OSError as error:
+            self._say_hindered(error)
+        try:
+            self._look_for_host()
+            self._keep_lock()
+        except OSError as error:
+            self._say_hindered(error)
         return more
+
+    def _say_hindered(self, error: OSError) -> None:
+        """Something can't be opened or looked at just now, for want of descriptors maybe: the next round tries again."""
+        if str(error) != self._hindered:
+            log.error(
+                "keeper.hindered", error=str(error), hint="the lanes keep what isn't stored yet; it is tried again"
+            )
+        self._hindered = str(error)
 
     def _step(self) -> bool:
         """A group of records; where there is no room for it, a compaction comes soon. Raises StoreFailed."""
@@ -163,12 +179,13 @@ class Keeper:
     def _finish(self) -> None:
         try:
             self._drain.flush(sync=True)
-        except (StoreFailed, OverBudget) as error:
+        except (StoreFailed, OverBudget, OSError) as error:
             log.error("keeper.undrained", error=str(error), hint="the lanes keep the rest while the machine is up")
         try:
             self._drain.close()
         except StoreFailed as error:
             log.error("keeper.unsynced", error=str(error), hint="the lanes keep the rest while the machine is up")
+        self._acceptor.close()
         self._listener.close()
         self._paths.keeper_socket.unlink(missing_ok=True)
         for key in list(self._selector.get_map().values()):
@@ -187,9 +204,10 @@ class Keeper:
             if key.fileobj is self._woken:
                 self._woken.recv(4096)
             elif key.fileobj is self._listener:
-                connection, _ = self._listener.accept()
-                connection.settimeout(2.0)  # a client that doesn't read its answer must not stop the drain
-                self._selector.register(connection, selectors.EVENT_READ, bytearray())
+                connection = self._acceptor.accept()
+                if connection is not None:
+                    connection.settimeout(2.0)  # a client that doesn't read its answer must not stop the drain
+                    self._selector.register(connection, selectors.EVENT_READ, bytearray())
             else:
                 self._receive(key.fileobj, key.data)  # type: ignore[arg-type]
 
@@ -219,7 +237,7 @@ class Keeper:
             return {"ok": False, "error": said, "hint": error.hint, "retry": False}
         except OSError as error:  # of a file that the request names, or that something is kept in
             said = f"{error.filename or self._paths.data_dir}: {error.strerror or error}"
-            return {"ok": False, "error": said, "retry": False}
+            return {"ok": False, "error": said, "retry": error.errno in EXHAUSTED}
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:  # of what is asked for
             return {"ok": False, "error": f"{type(error).__name__}: {error}", "retry": False}
 

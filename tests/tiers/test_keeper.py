@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -325,6 +326,33 @@ def test_lanes_may_appear_after_the_keeper(world: World) -> None:
         assert world.restorable(TOKENS) == 43
         stats = keeper_client.stats(world.paths.keeper_socket)
         assert stats["blocks_put"] == 5 and stats["stored_tails"] == 1 and stats["unsynced_ms"] == 0
+
+
+@pytest.mark.process
+def test_a_keeper_without_a_descriptor_left_sends_callers_away_and_goes_on_later(world: World) -> None:
+    path, silent = world.paths.keeper_socket, list[socket.socket]()
+    with keeper_process(world) as process:
+        lane = world.lane()
+        world.capture(lane, "a", TOKENS, [20])
+        keeper_client.drain(path)
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 3, limits[1]))
+        with pytest.raises(KeeperAway):
+            for _ in range(20):
+                with suppress(StoreFailed):  # it can't look at its lanes: that is to be asked again
+                    keeper_client.stats(path)
+                silent.append(socket.socket(socket.AF_UNIX))
+                silent[-1].connect(str(path))
+        append_rows(lane, "a", 20, TOKENS[20:])
+        for _ in range(3):
+            with pytest.raises(KeeperAway, match="mid-answer|reset|pipe"):
+                keeper_client.drain(path, timeout_s=60)
+        for one in silent:
+            one.close()
+        assert ask(lambda: keeper_client.drain(path, sync=True)) == {"e0": 3}
+        assert process.poll() is None
+    assert world.restorable(TOKENS) == 43
 
 
 @pytest.mark.process
