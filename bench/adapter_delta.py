@@ -80,14 +80,17 @@ def run(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
-    for text in process.stdout:
-        lines.append(json.loads(text))
-        if kill_after and sum("step" in line for line in lines) == kill_after:
-            time.sleep(0.05)  # into the next step
-            process.send_signal(signal.SIGKILL)
-            break
-    process.stdout.close()
-    status = process.wait()
+    try:
+        for text in process.stdout:
+            lines.append(json.loads(text))
+            if kill_after and sum("step" in line for line in lines) == kill_after:
+                time.sleep(0.05)  # into the next step
+                process.send_signal(signal.SIGKILL)
+                break
+        status = process.wait()
+    finally:
+        process.kill()
+        process.communicate()
     if status and not kill_after:
         raise AssertionError(f"the trainer ended with {status}")
     return lines

@@ -12,11 +12,13 @@ Seed      --seed (not used: nothing is drawn)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 from bench import report, scratch
 from ops.host import EngineWatch
@@ -61,69 +63,75 @@ def main() -> None:
     rows.finish()
 
 
-def start(paths: Paths, name: str, touched: int) -> tuple[subprocess.Popen[bytes], EngineWatch]:
-    process = subprocess.Popen([sys.executable, "-c", VICTIM, str(paths.status(name)), str(touched)])
-    return process, EngineWatch(name, 1, process.pid, paths, HostSettings())
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone afterwards, whatever becomes of the measurement."""
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def watched(paths: Paths, name: str, touched: int) -> Iterator[tuple[subprocess.Popen[bytes], EngineWatch]]:
+    """A process with so much memory, and its watch."""
+    with running([sys.executable, "-c", VICTIM, str(paths.status(name)), str(touched)]) as process:
+        watch = EngineWatch(name, 1, process.pid, paths, HostSettings())
+        try:
+            yield process, watch
+        finally:
+            watch.close()
 
 
 async def one_death(paths: Paths) -> tuple[float, float]:
     """Milliseconds until the watch knew, and until the pidfd did."""
-    process, watch = start(paths, "e0", TOUCHED_BYTES)
-    assert await watch.wait_ready()
-    down = asyncio.create_task(watch.wait_down())
-    await asyncio.sleep(0.2)
-    began = time.perf_counter()
-    process.send_signal(signal.SIGKILL)
-    await down
-    known_ms = 1000 * (time.perf_counter() - began)
-    await watch.wait_gone(30.0)
-    gone_ms = 1000 * (time.perf_counter() - began)
-    watch.close()
-    process.wait()
-    return known_ms, gone_ms
+    with watched(paths, "e0", TOUCHED_BYTES) as (process, watch):
+        assert await watch.wait_ready()
+        down = asyncio.create_task(watch.wait_down())
+        await asyncio.sleep(0.2)
+        began = time.perf_counter()
+        process.send_signal(signal.SIGKILL)
+        await down
+        known_ms = 1000 * (time.perf_counter() - began)
+        await watch.wait_gone(30.0)
+        return known_ms, 1000 * (time.perf_counter() - began)
 
 
 async def one_hang(paths: Paths) -> float:
     """Milliseconds from SIGSTOP to the certainty."""
-    process, watch = start(paths, "e0", 1 << 20)
-    assert await watch.wait_ready()
-    down = asyncio.create_task(watch.wait_down())
-    await asyncio.sleep(0.2)
-    began = time.perf_counter()
-    process.send_signal(signal.SIGSTOP)
-    verdict = await down
-    known_ms = 1000 * (time.perf_counter() - began)
-    assert verdict.reason == "hung", verdict
-    await watch.wait_gone(30.0)
-    watch.close()
-    process.wait()
-    return known_ms
+    with watched(paths, "e0", 1 << 20) as (process, watch):
+        assert await watch.wait_ready()
+        down = asyncio.create_task(watch.wait_down())
+        await asyncio.sleep(0.2)
+        began = time.perf_counter()
+        process.send_signal(signal.SIGSTOP)
+        verdict = await down
+        known_ms = 1000 * (time.perf_counter() - began)
+        assert verdict.reason == "hung", verdict
+        await watch.wait_gone(30.0)
+        return known_ms
 
 
 async def false_alarms(paths: Paths, noise_s: float) -> tuple[int, int]:
     """Engines that were declared dead beside busy loops, and how often one was late by more than 100 ms."""
-    pairs = [start(paths, f"e{index}", 1 << 20) for index in range(2)]
-    noise = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))]
     late = 0
-    try:
-        for _, watch in pairs:
+    with contextlib.ExitStack() as all_of_them:
+        watches = [all_of_them.enter_context(watched(paths, f"e{index}", 1 << 20))[1] for index in range(2)]
+        for _ in range(3 * (os.cpu_count() or 1)):
+            all_of_them.enter_context(running([sys.executable, "-c", "while True: pass"]))
+        for watch in watches:
             assert await watch.wait_ready()
-        downs = [asyncio.create_task(watch.wait_down()) for _, watch in pairs]
+        downs = [asyncio.create_task(watch.wait_down()) for watch in watches]
         end = time.monotonic() + noise_s
         while time.monotonic() < end:
             await asyncio.sleep(0.05)
-            late += sum(watch._page is not None and watch._page.beat_age_ms() > 100 for _, watch in pairs)
+            late += sum(watch._page is not None and watch._page.beat_age_ms() > 100 for watch in watches)
         alarms = sum(down.done() for down in downs)
         for down in downs:
             down.cancel()
-    finally:
-        for process in [*noise, *(process for process, _ in pairs)]:
-            process.kill()
-            process.wait()
-    for _, watch in pairs:
-        await watch.wait_gone(10.0)
-        watch.close()
-    return alarms, late
+        return alarms, late
 
 
 if __name__ == "__main__":

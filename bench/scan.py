@@ -38,8 +38,8 @@ def main() -> None:
             "index": (lambda: index(paths, tokens), lambda: touch(paths)),
         }
         for case, (ours, baseline) in cases.items():
-            value = report.median([milliseconds(ours) for _ in range(repeats)])
-            theirs = report.median([milliseconds(baseline) for _ in range(repeats)])
+            pairs = [(milliseconds(ours), milliseconds(baseline)) for _ in range(repeats)]
+            value, theirs = (report.median([pair[side] for pair in pairs]) for side in (0, 1))
             result.add(report.Row(case, value, "ms", theirs, theirs / value, "", f"{records} records"))
     result.finish()
 
