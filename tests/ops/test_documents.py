@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import gateway
 from engine.messages import EngineStats
 from gateway import durability, metrics
-from ops import cli, flags
+from ops import cli, config, flags
 from tests.ops.test_cli import COMMANDS
 
 ROOT = Path(cli.__file__).parents[1]
@@ -58,6 +59,29 @@ def test_every_command_and_its_own_flags_stand_together(name: str) -> None:
     }  # fmt: skip
     assert rows
     assert not [flag for flag in own if not re.search(rf"{flag}(?![\w-])", rows + sections)]
+
+
+def test_commands_that_pages_show_can_be_given() -> None:
+    shown = re.findall(r"^ {4}\$ concordia (.+)$", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)
+    assert len(shown) > 10
+    for line in shown:
+        name, *words = shlex.split(line)
+        if name == "sessions":
+            name = f"{name} {words.pop(0)}"
+        COMMANDS[name].make_parser(click.Context(COMMANDS[name])).parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_of_settings_are_taken_and_those_in_python_compile(page: Path, tmp_path: Path) -> None:
+    text = page.read_text()
+    for number, example in enumerate(re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)):
+        key_file = tmp_path / "acme.key"
+        key_file.write_text("a key of theirs\n")
+        file = tmp_path / f"{number}.toml"
+        file.write_text(example.replace("/etc/concordia/acme.key", str(key_file)))
+        config.load({"data_dir": str(tmp_path)}, config_file=file, environment={})
+    for example in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        compile(example, str(page), "exec")
 
 
 def test_every_exit_code_is_documented() -> None:
