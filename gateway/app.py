@@ -104,7 +104,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         await runner.setup()
         await _listen(config, runner)
         ended: list[Stream] = []
-        streams = gateway.table.load_live(ended.append)
+        streams = gateway.table.load_live(ended.append, every=gateway.sessions.to_rebuild)
         gateway.groups.load()
         for session in gateway.sessions.read_back([*ended, *streams]):
             gateway.durability.doubt(session)
@@ -115,6 +115,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         tasks.spawn(_sweep_forever(gateway))
         tasks.spawn(_look_for_files_forever(gateway))
         tasks.spawn(gateway.table.seal_late())
+        tasks.spawn(gateway.sessions.watch())
         tasks.spawn(gateway.durability.run())
         tasks.spawn(gateway.durability.journals.run())
         log.info(

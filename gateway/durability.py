@@ -39,7 +39,7 @@ TURN_WAIT_S = 5.0
 ENDED_UNKNOWN_S = 5.0  # by then the keeper has heard of a sequence
 SESSIONS_ASKED = 32  # whose stored position is looked up again in one round
 STREAMS_A_REQUEST = 4096
-SESSIONS_FAILING = "sessions_failing"
+SESSIONS_FAILING, SESSIONS_DAMAGED = "sessions_failing", "sessions_damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Degraded:
 
     state   `keeper_away`, `disk_full`, `map_full`, `over_budget`, `store_failing`, `store_deleted`, `lane_full`, `lane_share_full`
             or `lane_gone`; `journal_failing` and `sessions_failing` keep no state, but streams and sessions from being written
-            down; `budget_held` keeps nothing back yet: a budget is used up by what may not be evicted; `host_away` and `serve_away`
-            keep nothing back, but nobody would be started again
+            down; `sessions_damaged` keeps nothing back; `budget_held` keeps nothing back yet: a budget is used up by what may not
+            be evicted; `host_away` and `serve_away` keep nothing back, but nobody would be started again
     since   unix time at which it was first seen
     tenant  whom alone it concerns; "": everybody
     """
@@ -73,6 +73,8 @@ HINTS = {
     "it is tried again every few seconds",
     SESSIONS_FAILING: "sessions go on from memory, but what was begun, forked, imported or deleted since would be forgotten "
     "with the gateway: free disk space, or make DATA/sessions writable; it is tried again every second",
+    SESSIONS_DAMAGED: "look at the disk; forks and imports without a turn, and sessions whose journals are gone, may be missing: if "
+    "they are wanted, stop and restore a backup. Then move that file away",
     **supervisors.HINTS,
     "store_failing": "see the keeper's log; state stays in the lanes, `concordia doctor` looks at the disk",
     "store_deleted": "find out who writes to the data directory; if state was lost and is wanted back, stop and restore a backup",
@@ -82,7 +84,14 @@ HINTS = {
     "lane_share_full": "its other state is captured from the device when the keeper has freed some; raise its lane_bytes if it happens "
     "under normal load",
 }
-KEEP_NO_STATE = ("store_deleted", "budget_held", "journal_failing", SESSIONS_FAILING, *supervisors.HINTS)
+KEEP_NO_STATE = (
+    "store_deleted",
+    "budget_held",
+    "journal_failing",
+    SESSIONS_FAILING,
+    SESSIONS_DAMAGED,
+    *supervisors.HINTS,
+)
 Cause = tuple[str, str, str]  # state, engine, tenant
 
 
@@ -345,6 +354,10 @@ class Durability:
             )
         if self._sessions.trouble:
             found[SESSIONS_FAILING, "", ""] = f"the table of sessions can't be written: {self._sessions.trouble}"
+        if aside := self._sessions.damaged:
+            found[SESSIONS_DAMAGED, "", ""] = (
+                f"the table of sessions was damaged, and made anew from what could be read of it and of the journals: {aside[-1]}"
+            )
         for engine in self._engines():
             times, behind = engine.stats.lane_full, engine.stats.capture_lag_tokens
             grew = times > self._lane_full.get(engine.name, times)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ from gateway import metrics
 from gateway.placement import common_prefix
 from gateway.sealing import MAGIC, Sealing
 from gateway.streams import Stream
-from gateway.table_file import DATABASES, MAP_BYTES, TableFile
+from gateway.table_file import ASIDE, DATABASES, MAP_BYTES, TO_REBUILD, TableFile, mend
 from tiers.errors import BadBlock
 from tiers.keys import Locked
-from tiers.store_file import allocate_lock, opening
+from tiers.store_file import DAMAGED, allocate_lock, opening
 
 log = structlog.get_logger()
 
@@ -97,7 +98,12 @@ class SessionTable:
 
     def __init__(self, directory: Path, sealing: Sealing | None = None) -> None:
         self._sealing = sealing or Sealing()
+        mend(directory)
         self._file = TableFile(directory)
+        self._aside = sorted(directory.glob(ASIDE))
+        self._to_rebuild = directory / TO_REBUILD
+        self.to_rebuild = self._to_rebuild.exists()  # `read_back` is to be given all that the journals have
+        self._damage: Future[None] = Future()
         self._records = {record.session: record for record in self._load()}
         self._work: queue.SimpleQueue[list[Change] | Callable[[], None] | None] = queue.SimpleQueue()
         self._tokens_waiting: dict[bytes, bytes] = {}  # by key, until they are written
@@ -126,13 +132,33 @@ class SessionTable:
             return b""
         held = self._tokens_waiting.get(record.list_key)
         if held is None:
-            held = _read_tokens(self._file.read, self._sealing, record)
+            try:
+                held = _read_tokens(self._file.read, self._sealing, record)
+            except lmdb.Error as error:  # damaged; or not opened anew yet
+                log.error("sessions.bad_tokens", session=session, error=str(error))
+                if isinstance(error, DAMAGED):
+                    self._is_damaged(error)
+                return b""
         return held[: 4 * record.token_count]
 
     @property
     def trouble(self) -> str:
         """Why something that has changed would be forgotten with this process; "" if all is on the disk, or on its way."""
         return self._refusal or self._file.trouble
+
+    @property
+    def damaged(self) -> list[Path]:
+        """Tables that could not be read, and lie beside this one."""
+        return [path for path in self._aside if path.exists()]
+
+    async def watch(self) -> None:
+        """Raises lmdb.Error once the open file is found to be damaged: the process is to end, and the next one mends it."""
+        await asyncio.wrap_future(self._damage)
+
+    def _is_damaged(self, error: lmdb.Error) -> None:
+        if not self._damage.done():
+            log.error("sessions.damaged", error=str(error), hint="the gateway starts anew, and makes the table anew")
+            self._damage.set_exception(error)
 
     async def written(self, timeout_s: float) -> str:
         """Wait until everything so far is on disk. Returns "", or why it isn't: the disk has refused it, or takes longer."""
@@ -204,21 +230,42 @@ class SessionTable:
     def read_back(self, streams: Sequence[Stream]) -> list[str]:
         """Streams of a process that was killed: of what their journals tell, write what it had not written here yet.
 
-        Returns the sessions that it is of
+        After the table was damaged (`to_rebuild`): all that they tell of turns, oldest first. Returns the sessions that it is of
         """
         found = []
         for stream in sorted(streams, key=lambda stream: stream.end.ended if stream.end else math.inf):
             session = stream.spec.session
             record = self._records.get(session)
-            if session and (record is None or (stream.end is None and stream.id not in record.streams)):
+            if session and (record is None or self._is_missing(stream, record)):
                 self.begin_turn(stream, other_choices(stream, streams))
-            elif record is None or not _ended_since(stream, record):
+            elif record is None or not (_ended_since(stream, record) or self._lacks_list(stream, record)):
                 continue
             if stream.end is not None:
                 self.end_turn(stream)
             found.append(session)
-            log.info("sessions.read_back", session=session, stream=stream.id, ended=stream.end is not None)
+            if self.to_rebuild and stream.end is not None:
+                self._records[session].last_used = stream.end.ended  # else later ones would seem to be known
+            else:
+                log.info("sessions.read_back", session=session, stream=stream.id, ended=stream.end is not None)
+        if self.to_rebuild:
+            log.warning("sessions.rebuilt", sessions=len(self._records), turns=len(found))
+            self._work.put(self._rebuilt)
         return found
+
+    def _is_missing(self, stream: Stream, record: SessionRecord) -> bool:
+        """A turn that the record knows nothing of. One that has ended may also be older than what it keeps."""
+        unknown = stream.id not in record.streams
+        return unknown and (stream.end is None or (self.to_rebuild and stream.end.ended > record.last_used))
+
+    def _lacks_list(self, stream: Stream, record: SessionRecord) -> bool:
+        """The record's last turn is this one, and its list could not be read."""
+        is_it = self.to_rebuild and stream.end is not None and record.token_count == len(stream.tokens)
+        return is_it and stream.id in record.streams and not self.tokens(record.session)
+
+    def _rebuilt(self) -> None:
+        """On the thread, after all of it was written."""
+        if not self._refused:
+            self._to_rebuild.unlink(missing_ok=True)
 
     def positions(self, stream: Stream) -> tuple[int, int]:
         """(captured, durable) of the list of a turn that has not ended."""
@@ -360,6 +407,7 @@ class SessionTable:
                 if callable(item):
                     item()
             ended = None in group
+        self._write([])  # what was refused, for the last time
         self._file.close()
 
     def _next_group(self) -> list[list[Change] | Callable[[], None] | None]:
@@ -380,6 +428,10 @@ class SessionTable:
         try:
             self._file.write([change[:3] for change in wanted.values()])
         except lmdb.Error as error:
+            if isinstance(error, DAMAGED):
+                self._is_damaged(error)
+            if isinstance(error, lmdb.PanicError):  # after the disk failed at a root page, until it is opened anew
+                self._file.reopen()
             if not self._refused:  # once a trouble
                 hint = "sessions go on from memory, and it is tried again every second; free disk space"
                 log.error("sessions.write_failed", error=str(error), hint=hint)

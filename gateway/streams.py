@@ -339,15 +339,20 @@ class StreamTable:
         self.live.pop(stream.id, None)
         self._remember(stream)
 
-    def load_live(self, ended: Callable[[Stream], object] = lambda stream: None) -> list[Stream]:
-        """Streams of an earlier process that have no end yet. Called once, before serving. ended: told those that ended last."""
+    def load_live(
+        self, ended: Callable[[Stream], object] = lambda stream: None, *, every: bool = False
+    ) -> list[Stream]:
+        """Streams of an earlier process that have no end yet. Called once, before serving.
+
+        ended  told those that ended last; `every`: all that have
+        """
         streams = []
         _delete_what_can_be(list(self._directory.glob(f"*{j.DRAFT}")))
         changed = {path: _changed_at(path) for path in sorted(self._directory.glob("*.journal"))}
         # A loss of power may have taken a page before the mark of the end, of those that were written last.
         unsure_since = max(changed.values(), default=0.0) - UNSURE_S
         for path, at in changed.items():
-            if at >= unsure_since or not _is_closed(path):
+            if every or at >= unsure_since or not _is_closed(path):
                 self._seal_late(path)
                 stream = self._read(path)
                 if stream is not None and stream.end is not None:

@@ -69,7 +69,7 @@ def salvage(
     try:
         with lmdb.open(str(target), map_size=map_bytes, max_dbs=len(DATABASES) + 1, mode=0o600) as new:
             for number, name in enumerate(DATABASES):
-                _copy(source, new, name, map_bytes, done)
+                copy_readable(source, new, name, map_bytes, done)
                 progress(number + 1, len(DATABASES))
             new.sync(True)
     except lmdb.Error as error:
@@ -169,11 +169,22 @@ def _walk(store_dir: Path, map_bytes: int) -> None:
                     value[0], value[-1]  # noqa: B018  touched
 
 
-def _copy(store_dir: Path, new: lmdb.Environment, name: bytes, map_bytes: int, done: Salvaged) -> None:
-    """One database, forwards, and from its end where forwards ends early."""
+def copy_readable(
+    store_dir: Path,
+    new: lmdb.Environment,
+    name: bytes,
+    map_bytes: int,
+    done: Salvaged,
+    *,
+    deaths_limit: int = DEATHS_LIMIT,
+) -> None:
+    """What can be read of one database into a new file: forwards, and from its end where forwards ends early.
+
+    deaths_limit  child processes that may die of what they read
+    """
     database = new.open_db(name)
     after, deaths = b"", 0
-    while deaths < DEATHS_LIMIT:
+    while deaths < deaths_limit:
         last, died_of, ended = _take(store_dir, new, database, name, map_bytes, done, after=after)
         if ended:
             return
@@ -185,7 +196,7 @@ def _copy(store_dir: Path, new: lmdb.Environment, name: bytes, map_bytes: int, d
         break
     done.cut_short.append(name.decode())
     before = b""
-    while deaths < DEATHS_LIMIT:
+    while deaths < deaths_limit:
         last, died_of, ended = _take(store_dir, new, database, name, map_bytes, done, before=before, down_to=after)
         if ended or not died_of or died_of == last:
             return

@@ -109,6 +109,11 @@ class World:
         with suppress(asyncio.CancelledError):
             await self._task
 
+    async def ended(self) -> None:
+        """Wait until it ends by itself."""
+        assert self._task is not None
+        await self._task
+
     async def end_gateway(self) -> None:
         """As SIGTERM does."""
         self.stop.set()

@@ -296,6 +296,39 @@ async def test_a_session_is_what_its_journals_say_though_its_record_was_not_writ
     assert [(r["id"], r["turns"]) for r in (await world.get("/v1/sessions"))["data"]] == [("new", 1), ("old", 1)]
 
 
+async def test_a_table_of_sessions_that_was_damaged_is_made_anew_from_the_journals(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the gateway that runs, which ends; the next one sets it aside, and reads of all turns in the journals."""
+    for name in ("old", "new", "old"):
+        await world.events("POST", "/v1/chat/completions", chat(session_id=name))
+    await world.post("/v1/sessions/new/fork", {"session_id": "fork"})
+    before = {row["id"]: row for row in (await world.get("/v1/sessions"))["data"]}
+    tokens = (await world.get("/v1/sessions/old?tokens=1"))["token_ids"]
+
+    def damaged(file: TableFile, changes: list[Change]) -> None:
+        raise lmdb.CorruptedError("Located page was wrong type")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFile, "write", damaged)
+        await world.post("/v1/sessions/new/fork", {"session_id": "other"})
+        with pytest.raises(lmdb.CorruptedError):
+            await world.ended()
+    data = world.config.paths.sessions / "data.mdb"
+    data.write_bytes(b"x" * data.stat().st_size)
+    for _ in range(2):  # the second one finds a table that is whole
+        await world.start_gateway()
+        (row,) = (await world.get("/health"))["degraded"]
+        assert row["state"] == "sessions_damaged" and "damaged-0.mdb" in row["reason"]
+        after = {row["id"]: row for row in (await world.get("/v1/sessions"))["data"]}
+        assert {name: (row["turns"], row["tokens"]) for name, row in after.items()} == {
+            name: (row["turns"], row["tokens"]) for name, row in before.items() if name != "fork"
+        }
+        assert (await world.get("/v1/sessions/old?tokens=1"))["token_ids"] == tokens
+        await world.kill_gateway()
+    assert not (world.config.paths.sessions / "rebuild").exists()
+
+
 async def delivered(world: World, tokens: int, streams: int = 1) -> list[str] | bool:
     live = (await world.get("/v1/streams"))["data"]
     there = len(live) == streams and all(row["delivered_tokens"] >= tokens for row in live)

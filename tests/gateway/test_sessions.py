@@ -205,6 +205,61 @@ def test_a_value_that_was_changed_is_named_and_one_of_an_older_version_is_read(t
     again.close()
 
 
+def leaf_keys(page: bytes) -> list[bytes]:
+    """Of a page of LMDB's that is a leaf. Source: lmdb's mdb.c, MDB_page and MDB_node."""
+    if page[10] != 2:
+        return []
+    nodes = [int.from_bytes(page[at : at + 2], "little") for at in range(16, int.from_bytes(page[12:14], "little"), 2)]
+    return [page[at + 8 : at + 8 + int.from_bytes(page[at + 6 : at + 8], "little")] for at in nodes]
+
+
+@pytest.mark.parametrize("how", ["cut", "no database", "a page"])
+def test_a_table_that_can_not_be_read_is_set_aside_and_what_can_be_is_saved(tmp_path: Path, how: str) -> None:
+    table = SessionTable(tmp_path)
+    for number in range(100):
+        table.adopt(SessionRecord(f"s{number}", 1.0, 1.0, token_count=4), LIST)
+    table.close()
+    data = tmp_path / "data.mdb"
+    raw = data.read_bytes()
+    pages = [raw[at : at + 4096] for at in range(0, len(raw), 4096)]
+    some = b"".join(b"x" * 4096 if b"s50" in leaf_keys(page) else page for page in pages)
+    data.write_bytes({"cut": raw[: 3 * 4096], "no database": b"x" * 20_000, "a page": some}[how])
+    with capture_logs() as logs:
+        again = SessionTable(tmp_path)
+    assert [entry["event"] for entry in logs] == ["sessions.set_aside"]
+    assert (how == "a page") <= len(again.all()) < 100
+    assert again.to_rebuild and [path.name for path in again.damaged] == ["damaged-0.mdb"]
+    again.adopt(RECORD, LIST)
+    again.close()
+    last = SessionTable(tmp_path)
+    assert last.to_rebuild, "nobody has read the journals"
+    assert not last.read_back([]) and last.tokens("s") == LIST
+    last.close()
+    (tmp_path / "damaged-0.mdb").unlink()
+    whole = SessionTable(tmp_path)
+    assert not whole.to_rebuild and not whole.damaged
+    whole.close()
+
+
+def test_a_table_whose_environment_is_done_for_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the disk failed at a root page LMDB takes nothing more, until it is opened anew."""
+    monkeypatch.setattr("gateway.sessions.LOOK_S", 0.01)
+    table = SessionTable(tmp_path)
+    real, first = table._file.write, table._file._environment
+
+    def write(changes: Any) -> None:
+        if table._file._environment is first:
+            raise lmdb.PanicError("Update of meta page failed")
+        real(changes)
+
+    monkeypatch.setattr(table._file, "write", write)
+    table.adopt(RECORD, LIST)
+    table.close()
+    beside = SessionFile(tmp_path)
+    assert beside.tokens("s") == LIST
+    beside.close()
+
+
 def no_room(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

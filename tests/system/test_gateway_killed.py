@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -59,6 +60,24 @@ def test_tiny_gateway_killed_twice_and_engine_once_in_one_answer(tiny: System) -
     assert got.broken
     resume_when_back(tiny, got, watch=h.after(len(got.tokens) + 50, h.killer(tiny)))
     h.assert_same(got, want, "gateway and engine killed")
+
+
+def test_tiny_table_of_sessions_cut_under_a_running_serve_is_set_aside_and_made_anew(tiny: System) -> None:
+    body, headers = h.chat(tiny, h.prompts(seed=75, count=1)[0], tokens=4), {"X-Session-Id": "cut"}
+    for _ in range(2):
+        tiny.stream(h.CHAT, body, headers=headers)
+    before = tiny.get("/v1/sessions/cut")
+    gateway, table = tiny.pid("gateway"), tiny.paths.sessions
+    os.truncate(table / "data.mdb", 2 * 4096)
+    with contextlib.suppress(OSError, http.client.HTTPException, DriverError):
+        tiny.stream(h.CHAT, body, headers={"X-Session-Id": "cut-2"})  # written down, which somebody dies of
+    tiny.wait("another gateway", lambda: tiny.pid("gateway") not in (0, gateway))
+    h.settled(tiny)
+    after = tiny.get("/v1/sessions/cut")
+    assert (after["turns"], after["tokens"], after["streams"]) == (before["turns"], before["tokens"], before["streams"])
+    assert "sessions_damaged" in {row["state"] for row in tiny.get("/health")["degraded"]}
+    (table / "damaged-0.mdb").unlink()
+    tiny.wait("no damage", lambda: not tiny.get("/health")["degraded"])
 
 
 def test_tiny_who_connects_while_no_gateway_is_there_waits_and_is_not_refused(tiny: System) -> None:
