@@ -40,7 +40,7 @@ def run_backup(here: Installation, target: Path, as_json: bool, *, check: bool, 
         raise OpsError(f"{error}; nothing of the backup is left but {target}.part") from error
     except OSError as error:
         raise OpsError(
-            f"{target} can't be written: {error.strerror or error}; nothing of it is left but {target}.part"
+            f"{error.filename or target}: {error.strerror or error}; nothing of the backup is left but {target}.part"
         ) from error
     if as_json:
         print_json({"path": str(target), "checked": check, **_row(manifest)})

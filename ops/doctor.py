@@ -6,6 +6,7 @@ that is set can't work). Runs in the command's process; imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -86,7 +87,7 @@ def shared_memory(config: Config) -> Check:
     directory = _existing(config.paths.lane_dir)
     usage = os.statvfs(directory)
     total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
-    have = sum(path.stat().st_blocks * 512 for path in config.paths.lane_dir.glob("*.lane"))
+    have = sum(_taken_bytes(path) for path in config.paths.lane_dir.glob("*.lane"))
     need = lane_total_bytes(config)
     where = f"{directory}: {size(free)} of {size(total)} free, lanes need {size(need)}"
     if need > free + have:
@@ -106,15 +107,16 @@ def left_behind(config: Config, shared: Path = SHARED_MEMORY) -> Check:
     gone: list[Path] = []
     unnamed: list[Path] = []
     for path in sorted(shared.glob("concordia-*")):
-        if path == config.paths.lane_dir or not path.is_dir() or path.stat().st_uid != os.getuid():
-            continue
-        if any(is_held(file) for file in path.glob("*")):
-            continue
-        owner = Paths(config.paths.data_dir, path).owner
-        if not owner.exists():
-            unnamed.append(path)
-        elif not Path(os.fsdecode(owner.read_bytes())).is_dir():
-            gone.append(path)
+        with contextlib.suppress(OSError):  # it is removed at this moment
+            if path == config.paths.lane_dir or not path.is_dir() or path.stat().st_uid != os.getuid():
+                continue
+            if any(is_held(file) for file in path.glob("*")):
+                continue
+            owner = Paths(config.paths.data_dir, path).owner
+            if not owner.exists():
+                unnamed.append(path)
+            elif not Path(os.fsdecode(owner.read_bytes())).is_dir():
+                gone.append(path)
     if not gone and not unnamed:
         return Check("left behind", "ok", "no lane directory of an installation that is gone")
     taken = sum(_taken_bytes(file) for path in (*gone, *unnamed) for file in path.glob("*"))

@@ -250,7 +250,7 @@ def _report(
     if done.live:
         click.echo(f"{done.live} streams that are being answered lean on what is damaged: run repair again after them")
     for finding in journals:
-        click.echo(f"journal {finding.key}: {finding.reason}; its answer can be read up to there, nothing is changed")
+        click.echo(f"journal {finding.key}: {finding.reason}, nothing is changed")
     if not findings:
         click.echo("nothing is damaged" if saved is None else "what the new file holds is whole")
     elif not dry_run:

@@ -65,7 +65,11 @@ def processes(paths: Paths) -> list[ProcessRow]:
 
 def lanes(paths: Paths) -> list[LaneRow]:
     """Every lane."""
-    return [LaneRow(path.stem, path.stat().st_blocks * 512) for path in sorted(paths.lane_dir.glob("*.lane"))]
+    rows = []
+    for path in sorted(paths.lane_dir.glob("*.lane")):
+        with contextlib.suppress(FileNotFoundError):  # just now
+            rows.append(LaneRow(path.stem, path.stat().st_blocks * 512))
+    return rows
 
 
 # ---------------------------------------------------------------- the command

@@ -144,6 +144,9 @@ def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
             data = path.read_bytes()
         except FileNotFoundError:  # retired meanwhile
             continue
+        except OSError as error:  # a bad sector
+            findings.append(Finding("journal", path.name, f"can't be read: {error.strerror or error}"))
+            continue
         count += 1
         at, spec = 0, None
         try:
@@ -155,7 +158,9 @@ def check_journals(paths: Paths) -> tuple[int, list[Finding]]:
         if spec is None and data or closed and at + len(CLOSED) != len(data):
             session = str(getattr(spec, "session", ""))
             where = (Affected(session, path.stem, 0, 0),) if spec is not None else ()
-            findings.append(Finding("journal", path.name, f"damaged at byte {at}", where))
+            findings.append(
+                Finding("journal", path.name, f"damaged at byte {at}; its answer can be read up to there", where)
+            )
     return count, findings
 
 

@@ -115,6 +115,23 @@ def test_verify_finds_a_damaged_journal(place: Place) -> None:
     assert [row["kind"] for row in place.json("verify", code=6)["findings"]] == ["journal"]
 
 
+def test_a_journal_that_cannot_be_read_is_named_and_keeps_nothing_from_being_saved(
+    place: Place, tmp_path: Path
+) -> None:
+    place.session("chat", TOKENS)
+    place.paths.journal("s1").mkdir()  # reading it is an OSError, as on a bad sector
+    (found,) = place.json("verify", code=6)["findings"]
+    assert (found["kind"], found["key"]) == ("journal", "s1.journal") and "can't be read" in found["reason"]
+    assert "s1.journal: can't be read: Is a directory, nothing is changed" in place.run("repair").stdout
+    file = SessionFile(place.paths.sessions, writable=True)
+    file.put(SessionRecord("chat", 1.0, 2.0, turns=1, token_count=BLOCK, streams=["s1"]), TOKENS[:BLOCK].tobytes())
+    file.close()
+    assert place.json("sessions", "ls")["data"][0]["tokens"] == BLOCK
+    made = place.run("backup", str(tmp_path / "backup"))
+    assert made.exit_code == 0 and "backup.journal_left_out" in made.stderr, (made.stderr, made.exception)
+    assert place.json("verify", str(tmp_path / "backup"))["ok"]
+
+
 def test_a_session_that_was_broken_off_shows_what_its_journal_holds(place: Place) -> None:
     prompt, answered = TOKENS[: 3 * BLOCK], TOKENS[3 * BLOCK :]
     place.session("chat", TOKENS[:BLOCK])
