@@ -5,6 +5,7 @@ Runs in the command's own process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -99,9 +100,10 @@ class Group(click.Group):
             ctx.exit(tier_exit_code(error))
         except KeyboardInterrupt:
             ctx.exit(130)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(0)
+        except BrokenPipeError:  # who reads has enough; what was still to be done after that line is not done
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(OpsError.exit_code)
         except OSError as error:
             click.echo(f"concordia: {system_problem(error)}", err=True)
             ctx.exit(OpsError.exit_code)

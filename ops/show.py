@@ -52,7 +52,7 @@ class Progress:
         if self._status is not None:
             self._status.update(text)
         else:
-            with contextlib.suppress(OSError):  # nobody reads it: that ends no server
+            with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
 
 
@@ -91,7 +91,8 @@ class Bar:
             self._bar.update(self._task, completed=done, total=max(total, 1), description=text or self._text)
         elif self._plain and time.monotonic() - self._said_at >= PLAIN_INTERVAL_S:
             self._said_at = time.monotonic()
-            print(f"{text or self._text}: {100 * done // max(total, 1)} %", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: that ends no work
+                print(f"{text or self._text}: {100 * done // max(total, 1)} %", file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from ops import show
+from ops import backups, show
 from ops.errors import BadData
 from ops.flags import system_problem
 from ops.serve import refuse_early
@@ -101,6 +101,21 @@ def test_long_work_says_how_far_it_is_unless_json_is_wanted(
         said = place.run(*command)
         assert said.exit_code == 0 and " %" in said.stderr, (command, said.stderr, said.exception)
     assert " %" not in place.run("verify", "--json").stderr
+
+
+def test_work_goes_on_when_nobody_reads_how_far_it_is(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object, **more: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(show, "PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(show, "print", broken, raising=False)
+    place.session("chat", TOKENS)
+    assert place.run("backup", str(tmp_path / "backup")).exit_code == 0 and (tmp_path / "backup").is_dir()
+    monkeypatch.setattr(backups.click, "echo", broken)
+    said = place.run("backup", str(tmp_path / "second"))
+    assert said.exit_code == 1 and isinstance(said.exception, SystemExit), "its last line could not be said"
 
 
 def test_restore_says_where_what_was_there_is_now(place: Place, tmp_path: Path) -> None:
