@@ -21,7 +21,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,7 +118,8 @@ class Bar:
         if self._progress is not None:
             self._progress.update(self._task, completed=self._done, description=f"{self._name}: {name}")
         else:
-            print(f"pull {self._name}: {name}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody reads it: that ends no pull
+                print(f"pull {self._name}: {name}", file=sys.stderr, flush=True)
 
     def inside(self, share: float) -> None:
         """How far the stage is, from 0 to 1."""
@@ -270,7 +271,8 @@ def _convert_into(target: Path, gguf: Path, bar: Bar, converter: Convert) -> Non
 
 
 def _publish(made: Path, target: Path) -> None:
-    for file in made.iterdir():
+    """Give it its name, once all of it is on the disk: a name is all that is looked at later."""
+    for file in [path for path in made.rglob("*") if path.is_file()]:
         file.chmod(0o644)
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
@@ -321,9 +323,7 @@ def _pull_hub(spec: str, cache: Path, again: bool) -> Model:
             bar.stage("check")
             _check_in_process(partial)
             shutil.rmtree(partial / ".cache", ignore_errors=True)
-            if target.exists():
-                shutil.rmtree(target)
-            os.rename(partial, target)
+            _publish(partial, target)
         bar.finish()
     return Model(target, spec.rpartition("/")[2])
 
