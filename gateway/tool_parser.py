@@ -2,7 +2,7 @@
 
 A function of the text alone, fed piece by piece: a replay of the journal gives the same deltas. Two forms are known:
 
-    hermes  <tool_call> {"name": "f", "arguments": {...}} </tool_call>, each on a line of its own; any number, text around them (Hermes, Qwen)
+    hermes  <tool_call> {"name": "f", "arguments": {...}} </tool_call> on three lines; any number, text around them (Hermes, Qwen)
     llama   {"name": "f", "parameters": {...}} as the whole answer, several separated by ";" (Llama 3)
 
 Arguments are passed on as the model writes them, so a client sees them grow. What turns out to be no call is given out as text.
