@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import moving, report
 from bench.driver import System, at_once, request, system
-from bench.sse import Answer
+from bench.sse import Answer, StreamError
 
 ACT_AFTER_TOKENS = 6
 STREAMS = 16
@@ -31,6 +31,7 @@ ANSWER_TOKENS = 96
 def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
+    rows = report.Report("drain_streams", options)
     prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(STREAMS)]
     settings = {"engine": {"threads": options.threads, "slots": STREAMS}, "host": {"restart_limit_ms": 500}}
     empty_ms: list[float] = []
@@ -49,7 +50,6 @@ def main() -> None:
         running.wait("the end of the drain", lambda: bool(empty_ms), 310.0)
         running.wait_ready()
         killed, _ = run(running, prompts, lambda answer: moving.kill_serving(running, answer))
-    rows = report.Report("drain_streams", options)
     rows.details = {"drain": reports, "waits_ms": {"drained": longest(drained), "killed": longest(killed)}}
     note = f"{reports[0]['moved']} moved, {reports[0]['left']} left"
     rows.add(report.Row(f"{STREAMS} streams, until empty", empty_ms[0], "ms", ends_ms, ends_ms / empty_ms[0], "", note))
@@ -82,10 +82,12 @@ def run(running: System, prompts: list[list[int]], act: Callable[[Answer], Any])
                 at.append(time.perf_counter())
                 act(answer)
 
-        body = request(prompts[index], ANSWER_TOKENS)
+        body = request(prompts[index], ANSWER_TOKENS, ignore_eos=True)
         return running.stream("/v1/completions", body, watch=watch, timeout_s=600.0)
 
     answers = at_once([lambda index=index: one(index) for index in range(len(prompts))], 900.0)  # type: ignore[misc]
+    if broken := [answer.describe() for answer in answers if not answer.done or answer.error]:
+        raise StreamError(f"whole answers were expected: {broken}")
     return answers, at[0]
 
 

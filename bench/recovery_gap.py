@@ -3,7 +3,7 @@
 Question  SIGKILL of the serving engine to the next delivered token, on the client's clock, by length of context; and
           the parts of that gap, as the answer's `concordia.recoveries` reports them.
 Regime    Demo model, one stream, two engines on one machine, greedy; prompt of seeded random token ids; the kill comes
-          after the eighth token; median of several kills. Every process is real.
+          after the eighth token; median of several kills. Every process is real; the text is the one without a kill.
 Baseline  Cold, in the same run: an engine process started from scratch until it can serve (no nursery, empty store;
           median), plus time to first token of a context of that length that nothing is stored of.
 Unit      ms; ratio is cold / ours. Wanted: under 300 ms plus the copy, ratio of at least 100 at 4k.
@@ -59,12 +59,14 @@ def measure_kills(options: Any, prompts: dict[int, list[int]], kills: int) -> di
         for length, prompt in prompts.items():
             body = request(prompt, ANSWER_TOKENS)
             running.stream("/v1/completions", body)  # the prompt is stored now; what follows finds it
-            measured[length] = [one_kill(running, body) for _ in range(kills)]
+            whole = running.stream("/v1/completions", body).text
+            measured[length] = [one_kill(running, body, whole) for _ in range(kills)]
             report.say(f"  {length}: gaps {[round(kill['gap_ms']) for kill in measured[length]]} ms")
     return measured
 
 
-def one_kill(running: System, body: dict[str, Any]) -> dict[str, float]:
+def one_kill(running: System, body: dict[str, Any], whole: str) -> dict[str, float]:
+    """Gap and parts. whole: the text without a kill. Raises StreamError for another one, and without exactly one recovery."""
     running.wait_ready()
     killed: list[float] = []
 
@@ -78,6 +80,8 @@ def one_kill(running: System, body: dict[str, Any]) -> dict[str, float]:
     recoveries = answer.concordia.get("recoveries") or []
     if not answer.done or len(recoveries) != 1:
         raise StreamError(f"one recovery was expected: {recoveries} {answer.describe()}")
+    if answer.text != whole:
+        raise StreamError(f"{whole!r} without a kill, {answer.text!r} with one")
     position = recoveries[0]["position"] - len(body["prompt"])  # first token that the new engine delivered
     return {"gap_ms": 1000 * (answer.tokens[position].at - killed[0]), **{p: recoveries[0][p] for p in PARTS}}
 
@@ -93,7 +97,10 @@ def measure_cold(options: Any, prompts: dict[int, list[int]]) -> tuple[list[floa
         report.say(f"  cold start: {[round(start, 2) for start in starts]} s")
         first = {}
         for length, prompt in prompts.items():
-            first[length] = running.stream("/v1/completions", request(prompt, 2)).first_token_s
+            answer = running.stream("/v1/completions", request(prompt, 2))
+            if answer.usage["prompt_tokens_details"]["cached_tokens"]:
+                raise StreamError(f"nothing should have been stored: {answer.describe()}")
+            first[length] = answer.first_token_s
             report.say(f"  cold, {length} tokens: first token after {first[length]:.2f} s")
     return starts, first
 

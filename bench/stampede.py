@@ -22,10 +22,9 @@ PROMPT_TOKENS = 256
 def main() -> None:
     options = report.arguments(__doc__)
     draw = random.Random(options.seed)
-    count, tokens = (
-        32,
-        48,
-    )  # one run either way: what it asks is asked of 32; the first answer lasts until the last has begun
+    rows = report.Report("stampede", options)
+    # One run either way: what it asks is asked of 32; the first answer lasts until the last has begun.
+    count, tokens = 32, 48
     prompts = [report.random_tokens(draw, PROMPT_TOKENS) for _ in range(count)]
     settings = {"engine": {"threads": options.threads, "slots": 32}}
     waiting, killed = set(range(count)), threading.Lock()
@@ -38,16 +37,13 @@ def main() -> None:
                 if not waiting and killed.acquire(blocking=False):
                     moving.kill_serving(running, answer)
 
-            body = request(prompts[index], tokens)
+            body = request(prompts[index], tokens, ignore_eos=True)
             return running.stream("/v1/completions", body, watch=watch, timeout_s=900.0)
 
         answers = at_once([lambda index=index: one(index) for index in range(count)], 1200.0)  # type: ignore[misc]
-    gaps = []
-    for answer in answers:
-        recoveries = answer.concordia.get("recoveries") or []
-        gaps += [moving.gap_before_ms(answer, r["position"] - PROMPT_TOKENS) for r in recoveries[:1]]
+    positions = [moving.only(answer, "recoveries")["position"] - PROMPT_TOKENS for answer in answers]
+    gaps = [moving.gap_before_ms(answer, position) for answer, position in zip(answers, positions, strict=True)]
     computed = [1000 * answer.first_token_s for answer in answers]
-    rows = report.Report("stampede", options)
     rows.details = {"gaps_ms": gaps, "first_tokens_ms": computed}
     rows.add(report.Row(f"first of {len(gaps)}", min(gaps), "ms", min(computed), min(computed) / min(gaps)))
     rows.add(report.Row(f"last of {len(gaps)}", max(gaps), "ms", max(computed), max(computed) / max(gaps)))
