@@ -175,6 +175,10 @@ class DeviceRows:
             self._armed.pop(key, None)
         self._in_lane.clear()
 
+    def drop_gathered(self) -> None:
+        """A sequence begins, maybe in the slot of one whose rows were gathered and found no room in the lane: nobody takes those any more."""
+        self._staged.clear()
+
     def _end_flight(self) -> None:
         """Wait for a step that gathers its own rows."""
         if self._in_flight:

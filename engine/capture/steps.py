@@ -103,6 +103,8 @@ class Capture:
 
     def cursor(self, stream: str, epoch: int, stored: int) -> Cursor:
         """Begin a sequence whose first `stored` tokens are in the lane or the store already."""
+        if self.rows is not None:
+            self.rows.drop_gathered()
         sequence = sequence_id(stream, epoch)
         start = stored // self.block_tokens * self.block_tokens
         return Cursor(sequence, epoch, stream, start, start)

@@ -19,6 +19,7 @@ from engine.capture.errors import CaptureError
 from engine.capture.launch import ExecutorLaunch
 from tests.engine.capture.conftest import Place
 from tests.engine.capture.shim_driver import ShimDriver
+from tiers.errors import LaneFull
 from tiers.lane import LaneWriter
 from tiers.lane_format import RecordType
 from tiers.lane_reader import LaneReader
@@ -215,6 +216,39 @@ def test_places_that_somebody_else_got_are_gathered_again(
     assert rows.launches == 3 + 1 + 2, "all three together, and the two whose places were lost each alone"
     capture.let_go()
     without.let_go()
+
+
+@pytest.mark.parametrize("in_lane", [True, False])
+def test_rows_that_found_no_room_are_not_taken_for_those_of_the_slots_next_sequence(
+    arena: Arena, lane: LaneWriter, shim_driver: ShimDriver, monkeypatch: pytest.MonkeyPatch, in_lane: bool
+) -> None:
+    rows = build(arena, shim_driver, "stream")
+    if in_lane:
+        rows.reach_lane(lane.ring)
+    rows.rows.wait_ready()
+    capture = Capture(lane, arena, ROOT, 4, rows=rows)
+    pairs: list[tuple[Cursor, Slot]] = [(capture.cursor(f"s{slot.index}", 1, 0), slot) for slot in arena.slots]
+    for cursor, slot in pairs:
+        slot.length = 8
+        assert capture.advance(cursor, slot)
+    capture.ahead([(cursor, slot, 9) for cursor, slot in pairs])
+    cursor, slot = pairs[0]
+    slot.length = 9
+
+    def full(*_: object) -> None:
+        raise LaneFull("no room", where="here", cause="a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capture, "_append", full)
+        assert not capture.advance(cursor, slot)
+    for group in arena.groups:
+        group[slot.index, :, 8] += 1.0  # another token's, at the same place behind the same prefix
+    following = capture.cursor("next", 1, 8)
+    assert following.position == 8 and capture.advance(following, slot)
+    expected = np.empty(arena.layout.frame_bytes(1), np.uint8)
+    arena.copy_out(slot, 8, 9, expected)
+    assert frames(lane)[(following.sequence, 8, 9)] == expected.tobytes()
+    capture.let_go()
 
 
 def test_rows_that_a_window_has_overwritten_are_not_asked_of_the_device(
