@@ -176,7 +176,7 @@ class DeviceRows:
         self._in_lane.clear()
 
     def drop_gathered(self) -> None:
-        """A sequence begins, maybe in the slot of one whose rows were gathered and found no room in the lane: nobody takes those any more."""
+        """A sequence begins, maybe in the slot of one whose gathered rows found no room in the lane: nobody takes those any more."""
         self._staged.clear()
 
     def _end_flight(self) -> None:
