@@ -120,7 +120,9 @@ async def delete_session(request: web.Request) -> web.Response:
         gateway.dispatcher.cancel(stream, "cancelled")
     await _free_devices(gateway, record.session)
     forgotten = await _forget_blocks(gateway, record)
+    groups = await gateway.table.groups_of(record.streams)
     await gateway.table.forget(record.streams)
+    gateway.groups.forget(list(groups))
     gateway.sessions.remove(record.session)
     again = _live_streams(gateway, record)
     for stream in again:  # a turn that began meanwhile is the first one of a new session

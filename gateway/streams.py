@@ -398,24 +398,46 @@ class StreamTable:
 
     def namespace_of(self, stream_id: str) -> str:
         """Whose a stream is, in memory or by its journal's first record; "" if nobody can say. Raises Locked."""
+        spec = self._spec(stream_id)
+        return spec.namespace if spec is not None else ""
+
+    async def groups_of(self, stream_ids: list[str]) -> set[str]:
+        """The groups that streams are choices of. What can't be read is of none."""
+
+        def read() -> set[str]:
+            found = set()
+            for stream_id in stream_ids:
+                with contextlib.suppress(OSError, Locked):
+                    spec = self._spec(stream_id)
+                    found.add(spec.group if spec is not None else "")
+            return found - {""}
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+
+    def _spec(self, stream_id: str) -> j.StreamSpec | None:
+        """Raises Locked, OSError."""
         stream = self.find(stream_id)
         if stream is not None:
-            return stream.spec.namespace
+            return stream.spec
         spec = j.read_spec(self._path(stream_id), self._sealing.opens_journal(stream_id))
-        return spec.namespace if isinstance(spec, j.StreamSpec) else ""
+        return spec if isinstance(spec, j.StreamSpec) else None
 
     def _seal_late(self, path: Path) -> bool:
         return seal_late(path, self._sealing, lambda path: self.namespace_of(path.stem))
 
     async def forget(self, stream_ids: list[str]) -> None:
         """Delete finished streams and their journals. Raises OSError (some are still there)."""
+        self._drop(stream_ids)
+        paths = [self._path(stream_id) for stream_id in stream_ids if stream_id not in self.live]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, unlink_all, paths)
+        self._drop(stream_ids)  # somebody who asked just before may have had them read back
+
+    def _drop(self, stream_ids: list[str]) -> None:
         for stream_id in stream_ids:
             stream = self._recent.pop(stream_id, None)
             if stream is not None:
                 self._let_go(stream)
-        paths = [self._path(stream_id) for stream_id in stream_ids if stream_id not in self.live]
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, unlink_all, paths)
 
     async def sweep(self, retention_s: float) -> None:
         """Retry what the disk refused; delete journals of streams that ended too long ago."""

@@ -173,6 +173,20 @@ async def test_session_goes_on_with_the_first_choice(world: World) -> None:
     assert [submit.session for submit in world.engines[0].submits] == ["s", "", ""]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_of_a_session_that_is_deleted_the_choices_can_not_be_read_together_either(
+    world: World, restarted: bool
+) -> None:
+    sse = await world.events("POST", "/v1/chat/completions", chat(n=2, session_id="s"))
+    if restarted:
+        await world.kill_gateway()
+        await world.start_gateway()
+    for method, path in (("DELETE", "sessions/s"), ("GET", f"streams/{sse.headers['X-Stream-Id']}")):
+        async with world.http.request(method, f"/v1/{path}") as response:
+            assert response.status == (200 if method == "DELETE" else 404)
+    assert not list(world.config.paths.journal_dir.iterdir())
+
+
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_seeds_of_choices_differ_and_the_first_is_the_requests_own(n: int) -> None:
     seeds = [choice_seed(5, choice) for choice in range(n)]
