@@ -265,7 +265,7 @@ class Show:
     def _ask(self, question: str) -> None:
         self._printed = 0
         if not self._quiet:
-            console.print(f"[dim]user:[/] {question}\n[dim]keeper:[/] ", end="")
+            console.print(f"[dim]user:[/] {question}\n[dim]assistant:[/] ", end="")
 
     def _type(self, answer: Answer) -> None:
         new = answer.events[-1].text
