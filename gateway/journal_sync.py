@@ -34,6 +34,7 @@ class JournalSync:
         self._unsynced: dict[Path, float] = {}  # since when
         self._is_renamed = False  # a file has a new name since the directory was synced
         self._failed: set[Path] = set()  # of the thread: the last sync of these failed
+        self._names_failed = False  # of the thread: the directory's did
         self._told = False
 
     def written(self, path: Path, *, is_new: bool) -> None:
@@ -84,8 +85,9 @@ class JournalSync:
             for path in paths:
                 self._start(path)
         failed = [path for path in paths if not self._sync_one(path)]
-        if is_renamed:
+        if is_renamed or self._names_failed:  # or a call before this one has failed at it: nobody's name is certain
             is_renamed = not self._attempt(self._directory, os.O_RDONLY | os.O_DIRECTORY, os.fsync)
+            self._names_failed = is_renamed
         if not failed and not is_renamed:
             self._told = False
         return failed, is_renamed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -89,6 +90,24 @@ async def test_failed_sync_is_said_and_its_bytes_are_written_again(tmp_path: Pat
     calls.rewritten = {}
     assert await sync.sync([path])
     assert calls.rewritten == {}
+    sync.close()
+
+
+async def test_a_new_name_that_another_sync_has_failed_at_is_not_taken_for_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync of all is under way as an answer ends: it has taken over the directory's, and the disk refuses that."""
+    sync = JournalSync(tmp_path, durability="turn")
+    path = tmp_path / "a.journal"
+    j.Journal(path, written=sync.written).append(*records())
+
+    def refuse(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", refuse)
+        assert await asyncio.gather(sync.sync(), sync.sync([path])) == [False, False]
+    assert await sync.sync([path])
     sync.close()
 
 
