@@ -2,7 +2,7 @@
 
 Reads the resolved settings as JSON from stdin (a pipe: they may hold the API key, and command lines are public), sets up the log,
 ties the process to its parent if told so, and runs MODULE as `python -m MODULE [arguments] --config-json SETTINGS` would
-(--bare: without the settings).
+(--bare: with the settings' own "arguments" instead, if there are any; the rest of them is for this file alone).
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def main() -> None:
     text = sys.stdin.read()
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    log.configure(given.name, **json.loads(text).get("log", {}))
-    sys.argv = [given.module, *given.arguments, *([] if given.bare else ["--config-json", text])]
+    settings = json.loads(text)
+    log.configure(given.name, **settings.get("log", {}))
+    more = settings.get("arguments", []) if given.bare else ["--config-json", text]
+    sys.argv = [given.module, *given.arguments, *more]
     runpy.run_module(given.module, run_name="__main__", alter_sys=True)
 
 

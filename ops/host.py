@@ -492,13 +492,14 @@ class HostAgent:
             return await self._nursery.spawn(engine, incarnation)
         arguments = ("--engine", engine, "--incarnation", str(incarnation))
         command = ChildCommand(engine, self._engine_module, self._engine_settings, arguments, with_parent=False)
-        popen = subprocess.Popen(
-            command.line, stdin=subprocess.PIPE, start_new_session=True, env=child_environment() | self._threads
-        )
-        assert popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(command.input)  # smaller than a pipe's buffer: does not block the loop
-            popen.stdin.close()
+        with open(
+            os.memfd_create("settings"), "w+b"
+        ) as given:  # a pipe holds 64 KB, and the loop would wait for the child to read
+            given.write(command.input)
+            given.seek(0)
+            popen = subprocess.Popen(
+                command.line, stdin=given, start_new_session=True, env=child_environment() | self._threads
+            )
         try:
             pid_file.write(self.paths.pid_file(engine), pid=popen.pid, incarnation=incarnation, settings=self._digest)
         except OSError:  # no later host agent could adopt it
@@ -639,17 +640,21 @@ class HostAgent:
     async def _stop_all(self, tasks: list[asyncio.Task[None]]) -> None:
         """Engines first (they drain into their lanes), then the keeper (it drains the lanes to disk), then the nursery."""
         log.info("host.stopping", engines=len(self.watches))
-        await asyncio.gather(*(self._end(watch) for watch in list(self.watches.values())))
-        for engine in self.engines:
-            self._forget(engine)
+        await self._end_engines()
         await self._drain_keeper()
         await asyncio.gather(*(kept.stop(self.host.stop_timeout_s) for kept in self._kept))
+        await self._end_engines()  # one that was being born
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for path in (self.paths.host_socket, self.paths.nursery_socket, self.paths.keeper_socket):
             path.unlink(missing_ok=True)
         log.info("host.stopped")
+
+    async def _end_engines(self) -> None:
+        await asyncio.gather(*(self._end(watch) for watch in list(self.watches.values())))
+        for engine in self.engines:
+            self._forget(engine)
 
     async def _drain_keeper(self) -> None:
         """Everything in the lanes to disk before the keeper ends. Lanes are kept: the next start finds warm pages."""
@@ -671,11 +676,12 @@ class HostAgent:
 
 
 def keeper_command(settings: dict[str, Any]) -> ChildCommand:
-    """`python -m tiers.keeper`, which takes its settings as arguments (none of them is secret)."""
+    """`python -m tiers.keeper`, which takes its settings as arguments. With many tenants they are longer than a command line may be."""
     arguments = ["--data-dir", settings["data_dir"], "--lane-dir", settings["lane_dir"]]
-    arguments += ["--settings-json", json.dumps(settings["tiers"])]
-    arguments += [f"--log-{name}={value}" for name, value in settings.get("log", {}).items()]
-    return ChildCommand("keeper", "tiers.keeper", settings, tuple(arguments), bare=True)
+    log_settings = settings.get("log", {})
+    arguments += [f"--log-{name}={value}" for name, value in log_settings.items()]
+    more = ["--settings-json", json.dumps(settings["tiers"])]
+    return ChildCommand("keeper", "tiers.keeper", {"log": log_settings, "arguments": more}, tuple(arguments), bare=True)
 
 
 async def _run(settings: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ class ChildCommand:
 
     with_parent  it dies when its starter dies
     descriptors  open files that it inherits, under the same numbers
-    bare         MODULE takes no --config-json; `arguments` tell it everything
+    bare         MODULE takes no --config-json; `arguments` tell it everything, and after them those in the settings' "arguments"
     """
 
     name: str

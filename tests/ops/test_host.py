@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from bench.driver import process_state
 from engine import messages, pid_file, wire
 from engine.status_page import StatusPage
+from ops import config
 from ops.errors import ModelError
-from ops.host import HostAgent
+from ops.host import HostAgent, keeper_command
 from ops.processes import Backoff, ChildCommand
 from ops.settings import HostSettings
 from tiers import heartbeat
@@ -382,3 +385,37 @@ def test_child_gets_settings_by_pipe_not_by_command_line(paths: Paths) -> None:
 def test_page_of_an_older_incarnation_raises_the_next(paths: Paths) -> None:
     StatusPage.create(paths.status("e0"), 41)
     assert Agent(agent_settings(paths, nursery=False))._next_incarnation("e0") == 42
+
+
+def test_a_keeper_can_be_told_of_more_tenants_than_a_command_line_holds(tmp_path: Path) -> None:
+    tenants = "".join(f'[tenants.customer-{number}]\napi_key = "key of {number}"\n' for number in range(2000))
+    (tmp_path / "concordia.toml").write_text(tenants)
+    settings = config.load({"data_dir": str(tmp_path)}, environment={}).host_json(tmp_path, "m")
+    command = keeper_command(settings)
+    program = dataclasses.replace(command, module="tests.ops.say_arguments", with_parent=False)
+    done = subprocess.run(program.line, input=program.input, capture_output=True, check=True)
+    given = json.loads(done.stdout)
+    assert given[:4] == ["--data-dir", settings["data_dir"], "--lane-dir", settings["lane_dir"]]
+    assert len(json.loads(given[given.index("--settings-json") + 1])["tenants"]) == 2000
+
+
+async def test_an_engine_that_is_being_born_at_the_stop_ends_too(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(agent_settings(paths, nursery=False, engines=1))
+    spawn, born = agent._spawn, list[int]()
+
+    async def late(engine: str, incarnation: int) -> int:
+        agent.stop()
+        await stopping.wait()
+        born.append(await spawn(engine, incarnation))
+        return born[0]
+
+    async def drain() -> None:
+        stopping.set()  # the engines that it knew of have ended
+        await until("it is watched", lambda: agent.watches)
+
+    stopping = asyncio.Event()
+    monkeypatch.setattr(agent, "_spawn", late)
+    monkeypatch.setattr(agent, "_drain_keeper", drain)
+    async with asyncio.timeout(60):
+        await agent.run()
+    assert not Path(f"/proc/{born[0]}").exists() or process_state(born[0]) == "Z"
