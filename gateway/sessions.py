@@ -591,16 +591,18 @@ class SessionFile:
                 self.bad_lists.append(record.session)
 
     def get(self, session: str) -> SessionRecord | None:
-        if self._environment is None:
+        """None if there is none, or none can be called so."""
+        key = session.encode(errors="replace")
+        if self._environment is None or not 0 < len(key) <= self._environment.max_key_size():
             return None
         try:
             database = self._database(b"records")
         except lmdb.NotFoundError:
             return None
         with self._environment.begin(db=database) as transaction:
-            found = transaction.get(session.encode())
+            found = transaction.get(key)
         if found is not None:
-            return _read_record(self._sealing, session.encode(), bytes(found))
+            return _read_record(self._sealing, key, bytes(found))
         return next((record for record in self.all() if record.session == session), None)
 
     def tokens(self, session: str) -> bytes:

@@ -75,7 +75,7 @@ class Client:
 
     def session_path(self, session: str) -> str:
         """Path of a session, whatever characters its name has."""
-        return f"/v1/sessions/{quote(session, safe='')}"
+        return f"/v1/sessions/{quote(session, safe='', errors='replace')}"
 
     def _ask(self, method: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -159,6 +159,7 @@ def sessions_rm(
     from ops.sessions import remove, view
 
     here = find(config, url)
+    session_names = tuple(dict.fromkeys(session_names))
     views = [view(here, name, []) for name in session_names]
     if not dry_run:
         confirm(f"Delete {', '.join(session_names)}?", yes=yes)

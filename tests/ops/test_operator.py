@@ -179,3 +179,17 @@ def test_sessions_are_listed_though_the_store_cannot_be_read(place: Place, how: 
     assert (row["tokens"], row["durable"], row["durable_lag"], row["pinned"]) == (len(TOKENS), None, None, None)
     file.unlink()  # as the manual says where nothing of it can be read
     assert place.json("sessions", "ls")["data"][0]["durable"] == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 600, "a\udcff"], ids=["empty", "long", "no text"])
+def test_a_name_that_no_session_can_have_is_no_damage(place: Place, name: str) -> None:
+    place.session("chat", TOKENS)
+    for command in (("sessions", "show"), ("sessions", "rm", "--yes"), ("export",)):
+        said = place.run(*command, name)
+        assert said.exit_code in (1, 2) and "damage" not in said.stderr and "Restore" not in said.stderr, said.stderr
+        assert isinstance(said.exception, SystemExit), (command, said.exception)
+
+
+def test_a_session_that_is_named_twice_is_deleted_once(place: Place) -> None:
+    place.session("chat", TOKENS)
+    assert [row["id"] for row in place.json("sessions", "rm", "chat", "chat", "--yes")["data"]] == ["chat"]
