@@ -24,7 +24,7 @@ from tiers.errors import BadBlock, BadFile, OtherFormat
 from tiers.export_seal import MAGIC as SEALED_MAGIC
 from tiers.export_seal import SCRYPT, SEALING_BYTES, ExportKeys, FileSealer, LockedFile, read_header
 from tiers.group import Group
-from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, point_id
+from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, is_possible, point_id
 from tiers.lock import hold
 from tiers.track import PointPlace, Sealed, Track
 from tiers.values import RootInfo
@@ -470,10 +470,7 @@ def open_exported(path: Path, keys: ExportKeys | None = None) -> Opened:
 
 def _is_possible(m: Manifest) -> bool:
     """Whether its shape is one that state can have."""
-    try:
-        return len(m.root) == 16 and m.block_tokens > 0 and m.state_bytes >= 0 and m.shape.token_bytes >= 0
-    except (AssertionError, IndexError):
-        return False
+    return len(m.root) == 16 and is_possible(m.layout, m.block_tokens, m.state_bytes)
 
 
 def _range_of(opened: Opened, item: Item) -> tuple[int, int, int]:

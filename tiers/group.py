@@ -297,8 +297,8 @@ class Group(View):
         self._put_sealed(progress.namespace, "sequences", sequence, encode(progress))
 
     def put_root(self, root: bytes, info: RootInfo) -> None:
-        """Store the layout of a state fingerprint."""
-        if self.root(root) is None:
+        """Store the layout of a state fingerprint; anew if what stands there is damaged."""
+        if self.root(root) != info:
             self._txn.put(root, encode(info), db=self._db[b"roots"])
 
     def put_tenant(self, root: RootId, namespace: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from tiers.lane_seal import Where
-from tiers.layout import SequenceId
+from tiers.layout import SequenceId, is_possible
 
 PAGE = 4096
 LANE_MAGIC = b"CONCLANE"
@@ -109,6 +109,10 @@ class OpenPayload(msgspec.Struct, frozen=True):
     token_start: int
     tokens: bytes
     state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_possible(self.layout, self.block_tokens, self.state_bytes):
+            raise ValueError("a layout that no state can have")
 
 
 encode_open = msgspec.msgpack.Encoder().encode

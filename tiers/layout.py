@@ -100,6 +100,12 @@ class Layout:
             at += end - start
 
 
+def is_possible(entries: list[tuple[int, ...]], block_tokens: int, state_bytes: int) -> bool:
+    """Whether state can have this shape; entries as in Layout.from_entries."""
+    sizes = all(len(entry) > 1 and min(entry) >= 0 for entry in entries)
+    return sizes and len(entries) <= MAX_GROUPS and block_tokens > 0 and state_bytes >= 0
+
+
 def chain_root(root: RootId, namespace: str) -> BlockId:
     """The parent of every first block of a tenant under one state fingerprint."""
     return BlockId(hashlib.blake2b(root + namespace.encode(), digest_size=16, person=b"concordia-root").digest())

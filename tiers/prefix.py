@@ -20,9 +20,10 @@ from tiers.errors import BadBlock, BadRecord, OtherFormat, StoreFailed
 from tiers.keys import Keyring
 from tiers.lane_format import RecordHeader, RecordType
 from tiers.lane_reader import LaneReader, LaneRef, LaneSet
-from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, block_id, chain_root, point_id
+from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import ReadAhead
 from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+from tiers.values import Value
 from tiers.view import EmptyView, View
 
 log = structlog.get_logger()
@@ -163,6 +164,7 @@ class Reading:
         self._index = index
         self._lane_frames: dict[LaneRef, np.ndarray] = {}
         self._ahead = ahead
+        self._shapes: dict[bytes, Layout | None] = {}  # by root
         ahead.begin()
 
     def find(
@@ -243,7 +245,7 @@ class Reading:
         """
         if not windows and extent.groups == ALL_GROUPS and isinstance(extent.ref, bytes) and len(extent.ref) == 16:
             rows = self._view.leading(BlockId(extent.ref))
-            if rows is not None and rows.token_count == extent.frame_token_count:
+            if rows is not None and self._is_whole_leading(rows) and self._is_frame_of(extent, rows):
                 self._ahead.after(rows.frame)
                 return FrameSlice(rows.frame, rows.token_count, extent.take_start, extent.take_end, rows.groups)
         try:
@@ -252,6 +254,19 @@ class Reading:
             span = f"tokens [{extent.token_start}, {extent.token_end})"
             raise BadBlock(error.what, where=f"{span}, {error.where}", cause=error.cause) from error
         return FrameSlice(frame, extent.frame_token_count, extent.take_start, extent.take_end, extent.groups)
+
+    def _is_whole_leading(self, rows: Value) -> bool:
+        """Whether the rows have all groups without a window, and no others: no checksum says so of a node's mask."""
+        if rows.root not in self._shapes:
+            info = self._view.root(rows.root)
+            self._shapes[rows.root] = info.shape if info is not None else None
+        shape = self._shapes[rows.root]
+        return shape is not None and rows.groups == shape.leading_groups
+
+    def _is_frame_of(self, extent: Extent, value: Value) -> bool:
+        """Whether a frame has the length and the place that it was found under: what leads to it has no checksum."""
+        place = extent.token_start - extent.take_start
+        return (value.token_count, value.token_start) == (extent.frame_token_count, place)
 
     def _lane_frame(self, ref: LaneRef) -> np.ndarray:
         frame = self._lane_frames.get(ref)
@@ -263,9 +278,9 @@ class Reading:
         ref = extent.ref
         assert isinstance(ref, bytes)
         value = self._view.block(BlockId(ref)) if len(ref) == 16 else self._view.tail(ref)
-        if value.token_count != extent.frame_token_count:
-            cause = f"{value.token_count} tokens, not {extent.frame_token_count}"
-            raise BadBlock("a stored frame has another length", where=ref.hex(), cause=cause)
+        if not self._is_frame_of(extent, value):
+            cause = f"{value.token_count} tokens from {value.token_start} on"
+            raise BadBlock("a stored frame has another length or place", where=ref.hex(), cause=cause)
         self._ahead.after(value.frame)
         if len(ref) == 16 and value.groups != extent.groups:
             raise BadBlock("a stored frame has other groups", where=ref.hex())

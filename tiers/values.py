@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from tiers.errors import BadBlock
-from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId
+from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId, is_possible
 from tiers.track import PointPlace
 
 VALUE_MAGIC = b"CBLK"
@@ -67,6 +67,10 @@ class RootInfo(msgspec.Struct, frozen=True):
     layout: list[tuple[int, ...]]
     block_tokens: int
     state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_possible(self.layout, self.block_tokens, self.state_bytes):
+            raise ValueError("a layout that no state can have")
 
     @property
     def shape(self) -> Layout:

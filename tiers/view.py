@@ -206,6 +206,10 @@ class View:
             return None
         layout = info.shape
         at, parent, root = p.block_start, BlockId(p.parent), RootId(p.root)
+        if not self._ends_at(parent, at, chain_root(root, p.namespace)):
+            cause = BadBlock("a sequence's unfinished block begins where its last whole one doesn't end")
+            _name_unreadable("sequences", sequence, cause)
+            return None
         track = Track(
             root, layout, info.block_tokens, p.namespace, p.session, p.stream, p.epoch, parent, at, at, p.closed
         )
@@ -217,6 +221,13 @@ class View:
             track.tokens += piece.tokens
             track.position += count
         return track
+
+    def _ends_at(self, block: BlockId, position: int, top: BlockId) -> bool:
+        """Whether a stored block, or the chain's root `top`, ends there, as far as that is known: rows would go under another's id."""
+        if block == top:
+            return position == 0
+        node = self.node(block)
+        return node is None or node.token_end in (position, 0)  # 0: a chain of version 1 whose tenant isn't known
 
     def child_tokens(self, parent: BlockId, block: BlockId) -> bytes | None:
         """Packed token ids of a block after `parent`, without touching its pages."""

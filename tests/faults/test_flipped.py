@@ -22,10 +22,11 @@ from tiers.keeper_jobs import Jobs
 from tiers.keeper_operations import Operations
 from tiers.keys import Keyring
 from tiers.lane_format import PointKind, RecordType, data_offset
-from tiers.lane_reader import LaneReader
-from tiers.layout import block_chain
+from tiers.lane_reader import LaneReader, LaneSet
+from tiers.layout import Layout, block_chain
+from tiers.pages import ReadAhead
 from tiers.paths import Paths
-from tiers.prefix import PrefixFinder
+from tiers.prefix import LaneIndex, PrefixFinder, Reading
 from tiers.store import Store
 from tiers.values import KIND_BLOCK, unpack_value
 from tiers.verify import Finding, verify
@@ -338,6 +339,59 @@ def test_small_record_that_was_spoilt_is_passed_over_named_and_repaired(
             Operations(drain).repair(damaged_things(found))
             drain.close()
         assert not found
+
+
+class Dropped(Exception):
+    """Ends a group commit of which nothing is to stay."""
+
+
+@pytest.mark.parametrize("database", ["roots", "sequences", "nodes"])
+def test_flipped_small_record_leads_to_no_wrong_rows_and_no_endless_work(
+    database: str, world: World, tmp_path: Path
+) -> None:
+    """Every bit of numbers that say where rows belong, and others at random."""
+    print("seed", SEED)
+    random, windowed = np.random.default_rng(SEED), dataclasses.replace(LAYOUT, windows=(0, 2 * BLOCK))
+    lane = world.lane()
+    lane.append_open(sequence("a"), 1, ROOT, windowed, BLOCK, "default", "chat", "a", TOKENS[:0])
+    append_rows(lane, "a", 0, TOKENS)
+    drain = world.drained()
+    index, ahead, name = LaneIndex(LaneSet(tmp_path)), ReadAhead(1 << 20), database.encode()
+    with drain.store().snapshot() as view:
+        key, raw = next((key, bytes(raw)) for key, raw in view.scan_raw(database))
+    start, count = {
+        "roots": (raw.find(b"block_tokens") + 12, 1),
+        "sequences": (raw.find(b"block_start") + 11, 1),
+        "nodes": (64, 8),  # mask of the groups that come first, and what is kept free behind it
+    }[database]
+    bits = [*range(8 * start, 8 * (start + count)), *map(int, random.integers(8 * len(raw), size=40))]
+    for bit in bits:
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Dropped), drain.store().group() as group:
+            group._txn.put(key, bytes(flipped), db=group._db[name])
+            for windows in (True, False):
+                assert_right_rows(Reading(group, index, ahead), windowed, windows)
+            track = group.load_track(sequence("a"))
+            if track is not None and track.position == len(TOKENS):
+                longer = np.concatenate([TOKENS, OTHER])
+                sealed = track.add(len(TOKENS), len(longer), OTHER.tobytes(), b"")
+                chain = block_chain(ROOT, "default", longer, track.block_tokens)
+                assert track.block_tokens != BLOCK or {block.id for block in sealed or ()} <= set(chain)
+            raise Dropped
+    drain.close()
+
+
+def assert_right_rows(read: Reading, layout: Layout, windows: bool) -> None:
+    for extent in read.find(ROOT, "default", TOKENS, limit=len(TOKENS), block_tokens=BLOCK):
+        try:
+            frame, count, start, _, groups = read(extent, windows=windows)
+        except BadBlock:
+            return
+        begin = extent.token_start - start
+        right = layout.views(rows(begin, TOKENS[begin : begin + count]), count)
+        for found_rows, expected in zip(layout.views(frame, count, groups), right, strict=True):
+            assert not found_rows.size or np.array_equal(found_rows, expected)
 
 
 def damaged_things(findings: list[Finding]) -> list[tuple[str, bytes]]:
