@@ -215,12 +215,21 @@ async def test_models_health_and_metrics(make_world) -> None:  # type: ignore[no
         assert name in text
 
 
-def test_every_error_code_is_documented() -> None:
+def test_every_error_code_is_documented_and_no_other() -> None:
     root = Path(__file__).parents[2]
     source = "".join(path.read_text() for path in root.joinpath("gateway").glob("*.py"))
     codes = set(re.findall(r'code="([a-z_]+)"|"([a-z]+_not_found)"', source))
     documented = root.joinpath("docs/api.md").read_text()
     assert not [code for pair in codes for code in pair if code and f"`{code}`" not in documented]
+    table = documented.split("\n## Errors\n")[1].split("\n## ")[0]
+    source += "".join(path.read_text() for path in root.joinpath("engine").glob("*.py"))
+    named = [
+        code
+        for cell in re.findall(r"^\| [^|]+ \| (`[^|]+) \|", table, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", cell)
+    ]
+    assert len(named) > 30
+    assert not [code for code in named if f'"{code}"' not in source]
 
 
 async def test_full_queue_is_429_with_retry_after(make_world) -> None:  # type: ignore[no-untyped-def]

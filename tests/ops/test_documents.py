@@ -18,6 +18,7 @@ from engine.messages import EngineStats
 from gateway import durability, metrics
 from ops import cli, config, flags
 from tests.ops.test_cli import COMMANDS
+from tiers import keeper, values
 
 ROOT = Path(cli.__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -82,6 +83,13 @@ def test_examples_of_settings_are_taken_and_those_in_python_compile(page: Path, 
         config.load({"data_dir": str(tmp_path)}, config_file=file, environment={})
     for example in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         compile(example, str(page), "exec")
+
+
+def test_every_request_to_the_keeper_and_every_database_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs" / "log-format.md").read_text()
+    assert sorted(re.findall(r'^\| `\{"op": "(\w+)"', text, re.MULTILINE)) == sorted(keeper.OPS)
+    table = text.split("| database | key | value |\n")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(d.decode() for d in values.DATABASES)
 
 
 def test_every_exit_code_is_documented() -> None:
