@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import leftovers, order
 
 # Unit tests sync thousands of small files, and would wait for the disk each time: theirs lie in this directory, if `make test` gives it.
 IN_MEMORY = os.environ.get("TESTS_IN_MEMORY", "")
 ON_DISK = ("tests/system/", "tests/faults/")
+
+# A busy machine may hold up any example for longer than the fifth of a second that is usual.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 gc.disable()  # nothing that is imported is garbage: looking for some among it takes a third of a worker's start
 

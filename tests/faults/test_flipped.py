@@ -150,7 +150,7 @@ def test_cut_lane_is_refused_whole(share: float, good_lane: bytes, tmp_path: Pat
 FIELDS = [(4, 2), (6, 2), (8, 8), (16, 8), (24, 16), (40, 4), (44, 4), (48, 8), (56, 8), (64, 8)]  # (offset, bytes)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_fuzzed_lanes_never_crash_a_reader(
     good_lane: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

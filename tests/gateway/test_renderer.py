@@ -57,7 +57,7 @@ def test_a_stop_string_can_be_shown_and_nothing_behind_it() -> None:
     assert renderer.push(1980) + renderer.finish() == " 19", "also within a token"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.text(max_size=40))
 def test_pieces_are_the_whole_text(text: str) -> None:
     deltas, tail, _ = render(ids(text), [])
@@ -65,7 +65,7 @@ def test_pieces_are_the_whole_text(text: str) -> None:
     assert not any("\ufffd" in delta for delta in deltas if "\ufffd" not in text)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 259), max_size=60), st.lists(st.integers(0, 259), max_size=6))
 def test_any_tokens_after_any_prompt_render_the_same_twice_and_lose_no_ascii(
     tokens: list[int], prompt: list[int]
@@ -78,7 +78,7 @@ def test_any_tokens_after_any_prompt_render_the_same_twice_and_lose_no_ascii(
 
 
 @pytest.mark.process
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text("abé€😀", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=3), min_size=1, max_size=4))
 def test_text_ends_right_before_the_first_stop_string_that_is_complete(text: str, stops: list[str]) -> None:
     deltas, tail, stopped = render(ids(text), stops)

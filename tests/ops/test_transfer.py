@@ -246,7 +246,7 @@ def test_every_cut_is_found(sample_file: bytes, tmp_path: Path) -> None:
         exported.check_exported(path)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_bytes_at_all_crash_the_reader(sample_file: bytes, tmp_path: Path, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(sample_file)))

@@ -466,7 +466,7 @@ def test_failure_at_any_step_loses_nothing(world: World, name: str, turn: int) -
 
 
 @pytest.mark.process
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_keeps_the_newest_of_every_session(world: World, data: st.DataObject) -> None:
     """Against a model: after any mix of answers, live sequences and compactions, every session's newest list is whole."""

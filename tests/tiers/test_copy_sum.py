@@ -68,7 +68,7 @@ def test_every_size_around_stripes_and_blocks(size: int) -> None:
     check([some_bytes(size)])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 9), st.integers(1, 40), st.sampled_from([8, 16, 64, 128, 192]), st.integers(0, 70)),

@@ -92,7 +92,7 @@ def test_record_larger_than_the_ring_is_refused(world: World) -> None:
         world.lane().reserve_rows(LAYOUT, 1 << 16)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=120), lag=st.integers(1, 8))
 def test_ring_wraps_many_times_without_losing_a_record(world: World, sizes: list[int], lag: int) -> None:
     lane = world.lane()

@@ -204,7 +204,7 @@ def test_model_without_rows_has_blocks_and_points_all_the_same(world: World) -> 
 
 
 @pytest.mark.process
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_points_any_drain_any_branch(world: World, data: st.DataObject) -> None:
     """Against a model: the points found are those at equal prefixes, wherever they lie."""

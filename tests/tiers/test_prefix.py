@@ -190,7 +190,7 @@ def test_frames_are_views_not_copies(world: World) -> None:
 
 
 @pytest.mark.process
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_cut_any_drain_any_branch(world: World, data: st.DataObject) -> None:
     """Against a model: what can be restored is the longest prefix that any sequence has captured, whatever is where."""
