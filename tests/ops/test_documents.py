@@ -92,6 +92,14 @@ def test_every_request_to_the_keeper_and_every_database_is_documented_and_no_oth
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(d.decode() for d in values.DATABASES)
 
 
+def test_every_bench_is_listed_with_its_question() -> None:
+    text = (ROOT / "bench" / "README.md").read_text()
+    docs = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in ROOT.glob("bench/*.py")}
+    asked = {name: doc.splitlines()[0] for name, doc in docs.items() if "\nQuestion " in doc}
+    assert len(asked) > 20
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*\?) \|$", text, re.MULTILINE)) == asked
+
+
 def test_every_exit_code_is_documented() -> None:
     table = re.search(r"\| exit code \|.*\n\|.*\n((?:\|.*\n)+)", OPERATIONS)
     assert table is not None
