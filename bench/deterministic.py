@@ -6,7 +6,7 @@ Regime    Demo model, one engine a system, two systems alive that differ only in
           context of about 1k tokens each. Prompt: 2,048 tokens that nobody has seen. `recurrent`: the same with a tiny linear
           attention hybrid (tests/engine/kinds.py; contexts of 128, a prompt of 512), whose recurrent layers take each token by itself.
 Baseline  not deterministic, the paired round next to it.
-Unit      tokens/s; ratio is deterministic / not: geometric mean over one pair of each order, then the median of those.
+Unit      tokens/s; ratio is deterministic / not: geometric mean over one pair of each order, then the middle of those (bench/rates.py).
 Seed      --seed
 """
 
@@ -19,7 +19,7 @@ from functools import partial
 
 from bench import report, scratch
 from bench.driver import System, at_once, request, system
-from bench.rates import add_pairs, decoding_rate
+from bench.rates import add_pairs, decoding_rate, undisturbed
 from bench.sse import Answer
 from tests.engine.kinds import SAMPLE
 from tests.system.harness import build_kind
@@ -75,7 +75,7 @@ def measure(
         for count in streams:
             contexts = [draw(context_tokens) for _ in range(count)]
             for running in (exact, plain):
-                decode_rate(running, contexts, 2)  # both hold the contexts before the first round
+                answers(running, contexts, 2)  # both hold the contexts before the first round
             pairs = [
                 pair(exact, plain, partial(decode_rate, contexts=contexts, tokens=tokens), index)
                 for index in range(rounds)
@@ -95,16 +95,19 @@ def pair(exact: System, plain: System, rate: Callable[[System], float], index: i
 
 def decode_rate(running: System, contexts: list[list[int]], tokens: int) -> float:
     """Tokens/s over all streams, from when the last has begun until the first has ended."""
+    return decoding_rate(answers(running, contexts, tokens), tokens)
 
+
+def answers(running: System, contexts: list[list[int]], tokens: int) -> list[Answer]:
     def ask(prompt: list[int]) -> Answer:
-        return running.stream("/v1/completions", request(prompt, tokens))
+        return running.stream("/v1/completions", request(prompt, tokens, ignore_eos=True))
 
-    return decoding_rate(at_once([lambda prompt=prompt: ask(prompt) for prompt in contexts]))  # type: ignore[misc]
+    return at_once([lambda prompt=prompt: ask(prompt) for prompt in contexts])  # type: ignore[misc]
 
 
 def prompt_rate(running: System, prompt: list[int]) -> float:
     """Prompt tokens/s, as the engine reports it."""
-    answer = running.stream("/v1/completions", request(prompt, 1))
+    (answer,) = undisturbed([running.stream("/v1/completions", request(prompt, 1, ignore_eos=True))], 1)
     return len(prompt) / (answer.concordia["timing"]["prefill_ms"] / 1000)
 
 

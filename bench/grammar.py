@@ -51,8 +51,10 @@ def main() -> None:
             add_pairs(rows, case, pairs, WANTED[case])
         pairs = [beside(running, contexts, tokens, index) for index in range(rounds)]
         add_pairs(rows, "7 beside 1", pairs, WANTED["7 beside 1"])
-        fresh = [first_token_ms(running, contexts[0], schema(1 + index)) for index in range(rounds)]
-        free = [first_token_ms(running, contexts[0], None) for _ in range(rounds)]
+        fresh, free = [], []
+        for index in range(rounds):
+            fresh.append(first_token_ms(running, contexts[0], schema(1 + index)))
+            free.append(first_token_ms(running, contexts[0], None))
     value, baseline = report.median(fresh), report.median(free)
     rows.add(report.Row("new schema", value, "ms", baseline, baseline / value))
     rows.details["new schema"] = {"fresh": fresh, "free": free}
@@ -66,7 +68,9 @@ def both(running: System, contexts: list[list[int]], tokens: int, index: int) ->
     """(constrained rate, free rate), one right after the other, in turns."""
     rates = {}
     for constrained in (True, False) if index % 2 == 0 else (False, True):
-        rates[constrained] = decoding_rate(answered(running, contexts, tokens, schema() if constrained else None))
+        rates[constrained] = decoding_rate(
+            answered(running, contexts, tokens, schema() if constrained else None), tokens
+        )
     return rates[True], rates[False]
 
 
@@ -75,7 +79,7 @@ def beside(running: System, contexts: list[list[int]], tokens: int, index: int) 
     rates = {}
     for constrained in (True, False) if index % 2 == 0 else (False, True):
         grammars = [schema() if constrained else None, *[None] * 7]
-        rates[constrained] = decoding_rate(answered(running, contexts, tokens, *grammars)[1:])
+        rates[constrained] = decoding_rate(answered(running, contexts, tokens, *grammars)[1:], tokens)
     return rates[True], rates[False]
 
 
@@ -83,7 +87,7 @@ def answered(running: System, contexts: list[list[int]], tokens: int, *grammars:
     """One answer for each context, all at once; one grammar for all, or one each."""
 
     def ask(prompt: list[int], grammar: dict[str, Any] | None) -> Answer:
-        more = {} if grammar is None else {"guided_json": grammar}
+        more: dict[str, Any] = {"ignore_eos": True} if grammar is None else {"guided_json": grammar}
         return running.stream("/v1/completions", {**request(prompt, tokens), **more})
 
     each = list(grammars) * (len(contexts) if len(grammars) == 1 else 1)
