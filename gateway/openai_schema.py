@@ -592,7 +592,7 @@ def _template_message(message: ChatMessage, index: int) -> dict[str, Any]:
             raise bad_request(f"{field}: is required", field, "missing_required_parameter")
         content = None
     if isinstance(content, list):
-        content = "".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
+        content = "\n".join(_part_text(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content))
     if message.function_call:
         field = f"messages[{index}].function_call"
         raise not_supported(field, f"{field}: is not served; send it as tool_calls")

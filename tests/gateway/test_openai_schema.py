@@ -304,10 +304,10 @@ def test_what_is_not_captured_has_no_name_and_is_not_stored() -> None:
         schema.wish_of(schema.parse_completion(json.dumps(body).encode()), "s", 0)
 
 
-def test_parts_of_text_are_joined() -> None:
+def test_parts_of_text_are_lines() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = schema.parse_chat(json.dumps({**CHAT, "messages": [{"role": "user", "content": parts}]}).encode())
-    assert schema.template_messages(request.messages) == [{"role": "user", "content": "ab"}]
+    assert schema.template_messages(request.messages) == [{"role": "user", "content": "a\nb"}]
 
 
 def test_a_refusal_is_what_the_assistant_said() -> None:
