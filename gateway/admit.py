@@ -60,7 +60,8 @@ class Admission:
         request = schema.parse_tokenize(body)
         self._check_model(request.model or self._model_name)
         if request.messages is not None:
-            tokens = self._chat_tokens(request.messages, request.tools or [], request.chat_template_kwargs or {})
+            start = schema.answer_start(request)
+            tokens = self._chat_tokens(request.messages, request.tools or [], request.chat_template_kwargs or {}, start)
         else:
             special = request.add_special_tokens if request.add_special is None else request.add_special
             tokens = self._codec.encode(request.prompt or request.content or "", add_special=special is not False)

@@ -187,6 +187,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     with_pieces: bool | None = None
 
@@ -218,35 +220,39 @@ def parse_chat(body: bytes) -> ChatRequest:
     """Bytes -> checked request. Raises ApiError that names the field, or the place of a JSON error."""
     request = decode(body, ChatRequest)
     _check_common(request)
-    if not request.messages:
-        raise bad_request("messages: must hold at least one message", "messages")
+    _check_messages(request.messages)
     if request.modalities not in (None, ["text"]):
         raise not_supported("modalities", "modalities: only ['text'] is served")
     if request.audio:
         raise not_supported("audio", "audio: is not served; leave it out")
     _check_range("max_completion_tokens", request.max_completion_tokens, 1, INTEGER_LIMIT)
     _check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_LIMIT)
-    _check_start(request)
+    _check_start(request, request.messages)
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
     return request
 
 
-def _check_start(request: ChatRequest) -> None:
+def _check_messages(messages: list[ChatMessage]) -> None:
+    if not messages:
+        raise bad_request("messages: must hold at least one message", "messages")
+
+
+def _check_start(request: ChatRequest | TokenizeRequest, messages: list[ChatMessage]) -> None:
     if not request.continue_final_message:
         return
     if request.add_generation_prompt:
         raise bad_request(
             "continue_final_message: add_generation_prompt begins a new answer; send one", "continue_final_message"
         )
-    last = request.messages[-1]
+    last = messages[-1]
     if last.role != "assistant" or last.tool_calls:
         raise bad_request(
             "continue_final_message: needs a text of the assistant's as the last message", "continue_final_message"
         )
 
 
-def answer_start(request: ChatRequest) -> AnswerStart:
+def answer_start(request: ChatRequest | TokenizeRequest) -> AnswerStart:
     """Where in the prompt the answer begins."""
     if request.continue_final_message:
         return "message"
@@ -276,6 +282,9 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     request: TokenizeRequest = decode(body, TokenizeRequest)
     if sum(given is not None for given in (request.prompt, request.content, request.messages)) != 1:
         raise bad_request("prompt: send one of prompt, content and messages", "prompt")
+    if request.messages is not None:
+        _check_messages(request.messages)
+        _check_start(request, request.messages)
     return request
 
 

@@ -303,11 +303,16 @@ async def test_tokenize_and_detokenize(world: World) -> None:
     assert answer["token_strs"] == ["a", "b"]
     _, _, answer = await world.post("/tokenize", {"messages": [{"role": "user", "content": "Hello"}]})
     assert answer["tokens"] == byte_tokenizer().encode("<user>Hello\n<assistant>").ids
+    begun = [{"role": "assistant", "content": "Hi"}]
+    for more, prompt in (({"add_generation_prompt": False}, "Hi\n"), ({"continue_final_message": True}, "Hi")):
+        _, _, answer = await world.post("/tokenize", {"messages": begun, **more})
+        assert answer["tokens"] == byte_tokenizer().encode("<assistant>" + prompt).ids
     _, _, answer = await world.post("/detokenize", {"model": MODEL, "tokens": ids})
     assert answer == {"prompt": text, "content": text}
     for path, body, field in (
         ("/tokenize", {"model": MODEL}, "prompt"),
         ("/tokenize", {"prompt": "a", "content": "a"}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"model": "other", "prompt": "a"}, "model"),
         ("/detokenize", {"tokens": [260]}, "tokens"),
         ("/detokenize", {}, "tokens"),
