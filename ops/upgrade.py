@@ -16,7 +16,7 @@ from typing import Any
 
 from engine import pid_file
 from ops.client import Client
-from ops.errors import OpsError
+from ops.errors import NotRunning, OpsError
 from tiers.paths import Paths
 
 POLL_S = 0.1
@@ -44,7 +44,7 @@ def replace_all(
         _replace(
             paths, "host", signal.SIGKILL, ("host", "keeper", "nursery"), timeout_s
         )  # SIGTERM would end the engines
-        _wait_until("the gateway has found it", timeout_s, lambda: bool(client.get("/admin/engines")["host_agent"]))
+        _wait_until("the gateway has found it", timeout_s, lambda: bool(_engines(client).get("host_agent")))
         say("host agent and keeper are new, the engines go on")
     else:
         _replace(paths, "nursery", signal.SIGTERM, ("nursery",), timeout_s)
@@ -81,6 +81,14 @@ def _replace(paths: Paths, victim: str, number: signal.Signals, names: tuple[str
     _wait_until(f"a new {victim} is there", timeout_s, lambda: all(replaced(name) for name in before))
 
 
+def _engines(client: Client) -> dict[str, Any]:
+    """What the gateway says of the engines; nothing while `serve` starts another gateway."""
+    try:
+        return dict(client.get("/admin/engines"))
+    except NotRunning:
+        return {}
+
+
 def _wait_until(what: str, timeout_s: float, probe: Callable[[], bool]) -> None:
     deadline = time.monotonic() + timeout_s
     while not probe():
@@ -94,7 +102,7 @@ def _wait_for(
 ) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while True:
-        row: dict[str, Any] = next((row for row in client.get("/admin/engines")["data"] if row["id"] == engine), {})
+        row: dict[str, Any] = next((row for row in _engines(client).get("data", ()) if row["id"] == engine), {})
         if row.get("state") in states and row["incarnation"] > incarnation:
             return row
         if time.monotonic() > deadline:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from ops import config as configuration
 from ops.cli import main
 from ops.engine_commands import _move_line
+from ops.errors import NotRunning
 from ops.upgrade import in_order, replace_all
 from tiers.paths import Paths
 
@@ -54,6 +55,8 @@ class Restarting:
 
     def get(self, path: str) -> dict[str, Any]:
         self._looks += 1
+        if self._looks == 3:
+            raise NotRunning("another gateway is started")
         if self.rows[1]["state"] == "down" and self._looks > 4:
             self.rows[1] |= {"state": "ready", "incarnation": 2}
         return {"data": [dict(row) for row in self.rows]}
@@ -67,7 +70,7 @@ class Restarting:
         return {"moved": 0, "incarnation": before}
 
 
-def test_upgrade_waits_for_an_engine_that_died_meanwhile(tmp_path: Path) -> None:
+def test_upgrade_waits_for_an_engine_or_a_gateway_that_died_meanwhile(tmp_path: Path) -> None:
     client = Restarting()
     report = replace_all(client, Paths.at(tmp_path), 30.0, lambda text: None)  # type: ignore[arg-type]
     assert client.asked == [("e0", "ready"), ("e1", "ready")]
