@@ -265,6 +265,8 @@ def _problem(key: str, value: Any) -> str:
         return ""
     if value < _LEAST.get(key, 0):
         return f"is too small: at least {_LEAST.get(key, 0)}"
+    if key == "host.silent_limit_s" and 0 < value < 1:
+        return "is too small: heartbeats come twice a second; at least 1, or 0 for never"
     if key == "gateway.port" and value > 65535:
         return "is not a port: at most 65535"
     return ""

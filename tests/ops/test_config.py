@@ -58,6 +58,7 @@ def test_every_value_remembers_where_it_came_from(data_dir: Path) -> None:
         ("[gateway]\nport = 'x'", "gateway.port must be a whole number, not 'x'"),
         ("[gateway]\nport = true", "gateway.port must be a whole number, not True"),
         ("[gateway]\nport = 70000", "gateway.port = 70000 is not a port: at most 65535"),
+        ("[host]\nsilent_limit_s = 0.2", "host.silent_limit_s = 0.2 is too small: heartbeats come twice a second"),
         ("[host]\nengines = 0", "host.engines = 0 is too small: at least 1"),
         ("[engine]\ncapture = 'maybe'", "engine.capture must be true or false, not 'maybe'"),
         (
