@@ -6,6 +6,7 @@ themselves, " 17 203", so that a seeded tiny model can be driven and compared by
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,10 @@ import msgspec
 from tokenizers import Tokenizer, decoders
 
 from gateway.errors import bad_request
+
+# How SentencePiece's vocabularies spell a space, and a byte that is no token's text; those of byte-level BPE have other ways.
+SPACE = "\u2581"
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextCodec(Protocol):
@@ -54,13 +59,17 @@ class TextTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        piece = self._tokenizer.id_to_token(token) or ""
+        spaces = 0 if self._alphabet is not None else len(piece) - len(piece.lstrip(SPACE))
+        return " " * spaces + text.lstrip(" ") if spaces else text  # many decoders strip a space that begins a text
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token) or ""
         if self._alphabet is not None and all(c in self._alphabet for c in piece):
             return bytes(self._alphabet[c] for c in piece)
-        return self.token_text(token).encode()
+        byte, text = BYTE_PIECE.fullmatch(piece), self.token_text(token)
+        return bytes.fromhex(byte[1]) if byte and text != piece else text.encode()
 
 
 class TokenIdText:
