@@ -19,6 +19,7 @@ from typing import Any
 from bench import report, scratch
 from bench.driver import system
 from bench.resume_after_restart import resumes, timed
+from bench.sse import StreamError
 from tests.engine.kinds import SAMPLE
 from tests.system.harness import build_kind
 
@@ -57,6 +58,8 @@ def measure(
     turns = [[*turn[index:], *turn[:index]] for index in range(repeats)]
     with system(model, name="resume", engines=1, settings=settings) as running:
         cold = {case: timed(running, prompt + turn, capture=False) for case, prompt in prompts.items()}
+        if any(run["cached_tokens"] for run in cold.values()):
+            raise StreamError(f"nothing should have been stored: {cold}")
         for case, prompt in prompts.items():
             ours = resumes(running, case, prompt, turns, compact=True)
             value, baseline = report.median([run["first_token_ms"] for run in ours]), cold[case]["first_token_ms"]
