@@ -312,7 +312,7 @@ def read_manifest(source: Path) -> BackupManifest:
             raise ValueError("not a backup")
         version = body.pop("version")
         whole = digest == _digest_of({"format": FORMAT, "version": version, **body})
-        if version != VERSION:
+        if whole and version != VERSION:
             raise OtherFormat(f"a backup of version {version}, this is {VERSION}", where=str(source))
         manifest = BackupManifest(body["created"], [CopiedFile(**file) for file in body["files"]], body["about"])
     except FileNotFoundError as error:

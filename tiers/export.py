@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -354,12 +355,21 @@ def _begin(file: BinaryIO, path: str, keys: ExportKeys | None) -> FileSealer | N
         header = read_header(file, path)
         return keys.opener(header, path) if keys is not None else None
     if magic != MAGIC:
-        raise _no_export(magic, path)
+        raise _no_export(magic, file, path)
     return None
 
 
-def _no_export(magic: bytes, path: str) -> OtherFormat:
-    """What a file with another magic word is."""
+def _no_export(magic: bytes, file: BinaryIO, path: str) -> BadFile | OtherFormat:
+    """What a file with another magic word is, of which that was read."""
+    at = file.tell()
+    for begins in (
+        partial(_read_item, file, at, os.fstat(file.fileno()).st_size, 0, path, None),
+        partial(read_header, file, path),
+    ):
+        file.seek(at)
+        with contextlib.suppress(BadFile, OtherFormat):
+            begins()
+            return BadFile("the first bytes of an exported file are damaged", where=path)
     if magic[:-1] == MAGIC[:-1]:
         return OtherFormat("an exported session of another version", where=path)
     what = "not an exported session" if magic else "an empty file, not an exported session"

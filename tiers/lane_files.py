@@ -16,7 +16,7 @@ import structlog
 from tiers import huge_pages, lock, media
 from tiers.errors import LaneBusy, OtherFormat
 from tiers.lane_format import data_offset, geometry_bytes, lane_size
-from tiers.lane_header import mend, read_geometry
+from tiers.lane_header import header_problem, mend, read_geometry
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ def usable_lane(path: Path, lane_bytes: int, record_count: int, version: int, bu
     if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == version:
         return geometry[2]
     if geometry is None:
-        log.warning("lane.discarded", lane=path.stem, reason="not a lane of this version")
+        log.warning("lane.discarded", lane=path.stem, reason=header_problem(path) or "a lane of a later version")
         media.remove(path)
         return None
     aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")

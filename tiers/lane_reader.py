@@ -44,7 +44,7 @@ from tiers.lane_format import (
     tails_agree,
     tokens_bytes,
 )
-from tiers.lane_header import is_possible_tail, log_end, oldest_record, read_geometry
+from tiers.lane_header import header_problem, is_possible_tail, log_end, oldest_record, read_geometry
 from tiers.lane_seal import LaneOpener
 from tiers.lock import is_held
 from tiers.media import Place
@@ -95,7 +95,9 @@ class LaneReader:
         place = media.place_of(path)
         geometry = read_geometry(place)
         if geometry is None:
-            raise OtherFormat("not a lane of this version", where=str(path))
+            problem = header_problem(path)
+            hint = "`concordia repair` makes it good, or sets it aside" if problem else None
+            raise OtherFormat(problem or "a lane of a later version", where=str(path), hint=hint)
         reader = cls(path, inode, place, geometry, writable_tail, keys)
         if os.stat(path).st_ino != inode:  # replaced in between
             reader.close()

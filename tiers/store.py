@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ from tiers.store_file import (
 )
 from tiers.usage import Usage, measure_usage
 from tiers.values import DATABASES, NODE, Tenant, decode_progress, decode_root, encode, frame_offset
-from tiers.view import STORE_VERSION, View, check_version
+from tiers.view import STORE_VERSION, VERSION_KEYS, View, check_version
 
 log = structlog.get_logger()
 
 FREE_PAGES_BYTES = 128 << 20  # of its own pages that a file must have free to be written to on a full disk
+STORE_VERSION_TEXT = str(STORE_VERSION).encode()
 PAGES_PER_BYTE = 1.1  # pages of a file to bytes that are counted: room for its trees
 
 
@@ -192,14 +194,21 @@ class Store:
 
     def _check_version(self) -> None:
         with self._env.begin(write=True) as txn:
-            found = check_version(txn.get(b"version", db=self._db[b"meta"]), self.path)
-            if not found:  # it is new, or that record was damaged
-                txn.put(b"version", str(STORE_VERSION).encode(), db=self._db[b"meta"])
-            elif found == 1:
+            found = check_version(partial(txn.get, db=self._db[b"meta"]), self.path)
+            if found == 1:
                 _upgrade(txn, self._db)
                 log.info("store.upgraded", path=str(self.path), was=1, now=STORE_VERSION)
-            elif found != STORE_VERSION:
+            elif found not in (0, STORE_VERSION):
                 raise OtherFormat(f"the store has version {found}, this is {STORE_VERSION}", where=str(self.path))
+        try:
+            with self._env.begin(write=True) as txn:
+                for key in VERSION_KEYS:  # one may be missing, or be damaged
+                    if txn.get(key, db=self._db[b"meta"]) != STORE_VERSION_TEXT:
+                        txn.put(key, STORE_VERSION_TEXT, db=self._db[b"meta"])
+        except lmdb.Error as error:  # no room: the store must open all the same, so that some can be made
+            log.warning(
+                "store.not_marked", path=str(self.path), error=str(error), hint="tried again when it is opened next"
+            )
 
     @contextmanager
     def group(self, *, freeing: bool = False) -> Iterator[Group]:
@@ -371,4 +380,4 @@ def _upgrade(txn: Any, databases: dict[bytes, Any]) -> None:
     for parent, children in parents.items():
         for block, _ in children:
             txn.put(block, NODE.pack(parent, bytes(16), 0, 0, 0), db=databases[b"nodes"])
-    txn.put(b"version", str(STORE_VERSION).encode(), db=databases[b"meta"])
+    txn.put(VERSION_KEYS[0], STORE_VERSION_TEXT, db=databases[b"meta"])

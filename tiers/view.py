@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from tiers.values import (
 log = structlog.get_logger()
 
 STORE_VERSION = 2
+VERSION_KEYS = (b"version", b"version_copy")
 OPENED = ("sequences", "bases", "children")  # small sealed values that a scan opens
 
 
@@ -347,9 +348,18 @@ class View:
         return self._txn.stat(self._db[database.encode()])["entries"]
 
 
-def check_version(found: bytes | None, path: Path) -> int:
-    """The store's version, 0 if it isn't said or can't be read. Raises OtherFormat: it is one that this version doesn't know."""
-    version = int(found) if found is not None and found.isdigit() else 0
+def said_version(meta: Callable[[bytes], Any]) -> int:
+    """The store's version by what its `meta` has under a key; 0 if it isn't said or can't be read.
+
+    It stands there twice: of two that differ one was flipped, and this version writes both.
+    """
+    said = [bytes(raw) for raw in map(meta, VERSION_KEYS) if raw is not None]
+    return min((int(version) for version in said if version.isdigit() and int(version)), default=0)
+
+
+def check_version(meta: Callable[[bytes], Any], path: Path) -> int:
+    """As `said_version`. Raises OtherFormat: it is one that this version doesn't know."""
+    version = said_version(meta)
     if version > STORE_VERSION:
         raise OtherFormat(f"the store has version {version}, this is {STORE_VERSION}", where=str(path))
     return version
@@ -486,7 +496,7 @@ class StoreReader:
                 whole_file.refuse_short(env, self.path)
                 self._db = {name: env.open_db(name, create=False) for name in DATABASES}
                 with env.begin(db=self._db[b"meta"]) as txn:
-                    check_version(txn.get(b"version"), self.path)
+                    check_version(txn.get, self.path)
             except (StoreFailed, OtherFormat):
                 env.close()
                 raise

@@ -13,7 +13,8 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from tests.faults.each_change import killed_before
-from tiers.backup import DRAFT, MANIFEST, BackupManifest, CopiedFile, is_half_restored, occupied, restore
+from tiers.backup import DRAFT, MANIFEST, BackupManifest, CopiedFile, is_half_restored, occupied, read_manifest, restore
+from tiers.errors import BadFile
 from tiers.paths import Paths
 
 pytestmark = pytest.mark.process
@@ -101,3 +102,11 @@ def test_nothing_of_another_backup_whose_restore_was_interrupted_is_restored(mem
         there = {name: data for name, data in held(paths.data_dir).items() if not name.startswith("replaced-")}
         assert there == NEW, json.dumps(sorted(there))
         shutil.rmtree(paths.data_dir)
+
+
+def test_a_flipped_version_of_a_manifest_is_damage_and_no_later_version(tmp_path: Path) -> None:
+    whole = BackupManifest(1, []).encoded()
+    assert whole.count(b'"version": 1') == 1
+    (tmp_path / MANIFEST).write_bytes(whole.replace(b'"version": 1', b'"version": 3'))
+    with pytest.raises(BadFile, match="damaged"):
+        read_manifest(tmp_path)

@@ -14,6 +14,7 @@ from ops.flags import system_problem
 from ops.serve import refuse_early
 from tests.ops.conftest import TOKENS, Place
 from tiers.errors import OtherFormat
+from tiers.view import VERSION_KEYS
 
 PAGE = 4096
 ABOUT_A_STORE: list[tuple[str, ...]] = [
@@ -30,7 +31,8 @@ def test_a_store_of_a_later_version_is_left_alone_by_every_command(
     place.session("chat", TOKENS)
     environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
     with environment.begin(write=True, db=environment.open_db(b"meta")) as transaction:
-        transaction.put(b"version", b"9")
+        for key in VERSION_KEYS:
+            transaction.put(key, b"9")
     environment.close()
     before = (place.paths.store / "data.mdb").read_bytes()
     for command in ABOUT_A_STORE[:-1]:  # a backup copies what is there, whatever it is
@@ -45,7 +47,8 @@ def test_serve_refuses_it_before_it_starts_anything(place: Place) -> None:
     place.session("chat", TOKENS)
     environment = lmdb.open(str(place.paths.store), max_dbs=32, map_size=place.world.settings.store_map_bytes)
     with environment.begin(write=True, db=environment.open_db(b"meta")) as transaction:
-        transaction.put(b"version", b"3")
+        for key in VERSION_KEYS:
+            transaction.put(key, b"3")
     environment.close()
     settings = config.load({"data_dir": str(place.paths.data_dir), "gateway.port": 1}, environment={})
     with pytest.raises(OtherFormat, match="version 3"):

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, sequence, some_tokens, state
+from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, flip, sequence, some_tokens, state
 from tiers import export
 from tiers.errors import BadFile, OtherFormat
+from tiers.export_seal import ExportKeys
 from tiers.lane_format import PointKind
 from tiers.layout import ALL_GROUPS, block_chain, point_id
 from tiers.offline import offline_drain
@@ -45,7 +46,7 @@ def other(tmp_path: Path) -> World:
     return World(Paths.at(tmp_path / "other", tempfile.mkdtemp(dir=tmp_path)).make())
 
 
-def write(world: World, path: Path) -> export.Found:
+def write(world: World, path: Path, keys: ExportKeys | None = None) -> export.Found:
     store = StoreReader(world.paths.store, map_bytes=world.settings.store_map_bytes)
     found = export.find_stored(store, "default", TOKENS)
     assert found is not None
@@ -53,9 +54,9 @@ def write(world: World, path: Path) -> export.Found:
         "chat", "default", ROOT, SHAPE.entries, SHAPE.state_bytes, BLOCK, len(TOKENS), found.position, found.block_count,
         len(found.points), 1,
     )  # fmt: skip
-    export.export_session(store, path, found, manifest, TOKENS)
+    export.export_session(store, path, found, manifest, TOKENS, keys=keys)
     store.close()
-    export.check_exported(path)
+    export.check_exported(path, keys=keys)
     return found
 
 
@@ -112,6 +113,19 @@ def test_what_is_no_export_is_called_so(tmp_path: Path, data: bytes, said: str) 
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(OtherFormat, match=said):
         export.check_exported(tmp_path / "f")
+
+
+@pytest.mark.parametrize("keys", [{}, {"key": bytes(32)}])
+@pytest.mark.parametrize("at", [0, 7])
+def test_flipped_first_bytes_are_damage_and_no_later_version(
+    stored: World, tmp_path: Path, at: int, keys: dict[str, bytes]
+) -> None:
+    write(stored, tmp_path / "f", ExportKeys(**keys))  # type: ignore[arg-type]
+    for bit in range(8):
+        flip(tmp_path / "f", at, 1 << bit)
+        with pytest.raises(BadFile, match="first bytes .* damaged"):
+            export.check_exported(tmp_path / "f", keys=ExportKeys(**keys))  # type: ignore[arg-type]
+        flip(tmp_path / "f", at, 1 << bit)
 
 
 def groups_of(world: World, block: bytes) -> int:

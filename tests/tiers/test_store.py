@@ -212,3 +212,23 @@ def test_cut_parts() -> None:
     assert cut_parts(parts, 0, 7) == parts
     assert cut_parts(parts, 1, 4) == [Part("a", 9, 3, 5), Part("b", 4, 0, 1)]
     assert cut_parts(parts, 0, 0) == []
+
+
+@pytest.mark.parametrize("key", [b"version", b"version_copy"])
+def test_a_flipped_version_is_no_later_one(world: World, key: bytes) -> None:
+    """The version stands in the store twice: one of the two that differs was flipped."""
+    given = {"map_bytes": world.settings.store_map_bytes}
+    Store(world.paths.store, **given).close()
+    for flipped in (b"3", b"6", b"0", b"r"):
+        store = Store(world.paths.store, **given)
+        with store.group() as group:
+            group.put_meta(key, flipped)
+        store.close()
+        reader = StoreReader(world.paths.store, **given)
+        with reader.snapshot() as view:
+            assert bytes(view.raw("meta", key)) == flipped
+        reader.close()
+    store = Store(world.paths.store, **given)
+    with store.snapshot() as view:
+        assert [bytes(view.raw("meta", name)) for name in (b"version", b"version_copy")] == [b"2", b"2"]
+    store.close()
