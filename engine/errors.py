@@ -6,8 +6,9 @@ EngineError
 │   ├── UnsupportedDevice  at start: there is no such device here
 │   ├── BadRequest         a `Submit` that does not fit this model
 │   └── OtherState         a log of opaque state holds other tensors, or not the version that is wanted
-├── Fenced         this engine was replaced while it stood still: end at once, write and send nothing
-└── DeviceFailed   the device is lost; the process reports it and exits, sessions go on elsewhere
+└── Fenced         this engine was replaced while it stood still: end at once, write and send nothing
+
+An error of the device itself is torch's RuntimeError: the process reports it and exits (engine/main.py), sessions go on elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +44,3 @@ class OtherState(Refused):
 
 class Fenced(EngineError):
     """The host agent gave this engine's work to another one."""
-
-
-class DeviceFailed(EngineError):
-    """A sticky device error: nothing in this process can be trusted to run on."""

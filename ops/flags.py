@@ -21,9 +21,9 @@ from ops import config as configuration
 from ops import log
 from ops.client import Client
 from ops.config import Config
-from ops.errors import BadData, ModelError, OpsError, StateRefused
+from ops.errors import BadData, OpsError, StateRefused
 from ops.standard_streams import fill_in
-from tiers.errors import Lost, OtherModel, StoreBusy, TierError
+from tiers.errors import Lost, StoreBusy, TierError
 from tiers.export_seal import LockedFile
 from tiers.keys import BadKeys, Locked
 
@@ -123,8 +123,6 @@ def tier_exit_code(error: TierError) -> int:
     """Exit code of an error that a command didn't expect."""
     if isinstance(error, StoreBusy | BadKeys | Locked | LockedFile):
         return StateRefused.exit_code
-    if isinstance(error, OtherModel):
-        return ModelError.exit_code
     return BadData.exit_code if isinstance(error, Lost) else OpsError.exit_code
 
 

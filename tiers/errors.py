@@ -16,7 +16,6 @@
     ├── Refused        stop: the request can't be right
     │   ├── StaleEpoch     another engine owns the stream by now
     │   ├── OtherFormat    the file was written by another version or with another geometry
-    │   ├── OtherModel     state of another fingerprint
     │   └── TooLarge       a record that no lane of this size can ever hold
     └── Poisoned       close and open again
         └── StoreFailed    LMDB refused: disk full, map full or an input/output error
@@ -121,12 +120,6 @@ class OtherFormat(Refused):
     """A file of another version or geometry."""
 
     hint = "Use a fresh file, or the version that wrote this one"
-
-
-class OtherModel(Refused):
-    """State of another model, or of the same one with other options."""
-
-    hint = "Serve the model that it was made with, or let the session's tokens be computed again here"
 
 
 class TooLarge(Refused):
