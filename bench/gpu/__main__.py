@@ -189,9 +189,19 @@ def write(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, r
 
 
 def save(found: list[Row], facts: dict[str, Any], path: Path, seconds: float, right: bool) -> None:
-    """The JSON file; its content is also the last line on stdout, without the rows."""
+    """The JSON file; the last line on stdout is what it says, of each row what every bench tells."""
     line = write(found, facts, path, seconds, right)
-    print(json.dumps({**line, "rows": len(found), "file": str(path)}))
+    rows = [
+        {
+            "case": f"{row.section}: {row.case}",
+            "value": row.value,
+            "unit": row.unit,
+            "baseline": row.baseline,
+            "ratio": row.ratio,
+        }
+        for row in found
+    ]
+    print(json.dumps({**line, "rows": rows, "file": str(path)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def test_every_section_runs_and_tells_its_cases(lab: Lab, tmp_path: Path, capsys
     saved = json.loads((tmp_path / "gpu.json").read_text())
     assert len(saved["rows"]) == len(found)
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert json.loads(last)["rows"] == len(found)
+    told = json.loads(last)["rows"]
+    assert [row["case"] for row in told] == [f"{row.section}: {row.case}" for row in found]
+    assert {"case", "value", "unit", "baseline", "ratio"} == set(told[0])
 
 
 def test_a_section_that_fails_or_comes_too_late_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
