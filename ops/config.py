@@ -198,7 +198,9 @@ def _convert(key: str, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {key} must be {_expected(kind)}, not {said}")
     problem = _problem(key, converted)
     if problem:
-        raise ConfigError(f"{where}: {key} = {converted!r} {problem}")
+        raise ConfigError(
+            f"{where}: {key} {problem}" if is_secret(key) else f"{where}: {key} = {converted!r} {problem}"
+        )
     return converted
 
 
@@ -260,7 +262,10 @@ _LEAST = {
 def _problem(key: str, value: Any) -> str:
     """What is wrong with a value of the right type; "" if nothing."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        if key == "engine.device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        text = str(value)
+        if is_secret(key) and not (text.isascii() and text.isprintable() and text == text.strip()):
+            return "has what no HTTP header carries: only printable ASCII, and no blank first or last"
+        if key == "engine.device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
             return "is not a device: expected auto, cpu, cuda or cuda:N"
         return ""
     if value < _LEAST.get(key, 0):
@@ -380,6 +385,8 @@ def _key_in(key: str, file: str, sources: Mapping[str, str]) -> tuple[str, str]:
         raise ConfigError(f"{sources[key]}: {key} {path} can't be read: {error}") from error
     if not lines or not lines[0].strip():
         raise ConfigError(f"{sources[key]}: {key} {path} is empty; its first line must be the key")
+    if problem := _problem("gateway.api_key", lines[0].strip()):
+        raise ConfigError(f"{sources[key]}: {key} {path}: the key {problem}")
     return lines[0].strip(), f"file {path}"
 
 
