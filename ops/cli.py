@@ -177,7 +177,9 @@ def status(config: Config, url: str | None, as_json: bool) -> None:
 @click.option(
     "--keep", "keep_dir", metavar="DIR", help="Use this data directory and leave it; default a temporary one."
 )
-@click.option("--tokens", default=96, show_default=True, help="Length of the answer that is interrupted.")
+@click.option(
+    "--tokens", type=click.IntRange(8), default=96, show_default=True, help="Length of the answer that is interrupted."
+)
 @json_flag
 @configured
 def demo(config: Config, keep_dir: str | None, tokens: int, as_json: bool) -> None:

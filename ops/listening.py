@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as undo:
         try:
             addresses = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
-        except socket.gaierror as error:
+        except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part that is too long, or no text
             raise _other_host(host, error) from error
         missing: OSError | None = None
         for family, kind, protocol, _, address in addresses:
@@ -73,7 +73,6 @@ def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket
     return made
 
 
-def _other_host(host: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"gateway.host {host} is no address of this machine ({error.strerror}); choose another with --host"
-    )
+def _other_host(host: str, error: OSError | UnicodeError) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) else "no name of a host"
+    return ConfigError(f"gateway.host {host!r} is no address of this machine ({reason}); choose another with --host")

@@ -32,7 +32,7 @@ from engine import pid_file
 from engine.status_page import StatusPage
 from ops import cli, config, listening, running, serve, show
 from ops.client import for_commands
-from ops.errors import AlreadyRunning, OpsError
+from ops.errors import AlreadyRunning, ConfigError, OpsError
 from ops.models import Model
 from ops.processes import FileLock
 from tiers.paths import Paths
@@ -417,6 +417,12 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         serve.serve(
             config.load({"data_dir": "/proc/nobodys", "gateway.port": free_port()}, environment={}), tmp_path, "x"
         )
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a\udc80", "nowhere.invalid"], ids=["long", "no text", "unknown"])
+def test_a_host_that_is_none_is_said_at_once(host: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of this machine"):
+        listening.check_port(host, 8080)
 
 
 def test_a_taken_port_is_said_at_once() -> None:
