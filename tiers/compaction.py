@@ -20,6 +20,7 @@ import structlog
 from tiers import failpoints, late_keys
 from tiers.base import Base, SessionKey, session_key
 from tiers.errors import BadBlock, NoRoom
+from tiers.export import is_importing
 from tiers.group import Group
 from tiers.keys import Locked
 from tiers.layout import ALL_GROUPS, BlockId, PointId, RootId, SequenceId, chain_root, point_id
@@ -112,6 +113,8 @@ def plan_folds(sequences: Iterable[Stored], now_ms: int, settle_ms: int) -> list
     by_session: dict[SessionKey, list[Stored]] = {}
     for sequence in sequences:
         p = sequence.progress
+        if is_importing(p.stream):
+            continue
         by_session.setdefault(session_key(p.namespace, p.session, p.stream), []).append(sequence)
     folds = []
     for key, found in by_session.items():
@@ -120,6 +123,15 @@ def plan_folds(sequences: Iterable[Stored], now_ms: int, settle_ms: int) -> list
         if not any(one.live for one in found) and idle_ms >= settle_ms:
             folds.append(Fold(key, newest.id, [one.id for one in found]))
     return folds
+
+
+def plan_abandoned(sequences: Iterable[Stored], now_ms: int) -> list[SequenceId]:
+    """What imports have put that were interrupted, and were not repeated within an hour."""
+    return [
+        one.id
+        for one in sequences
+        if is_importing(one.progress.stream) and now_ms - one.progress.used_ms >= ABANDONED_MS
+    ]
 
 
 def plan_eviction(
@@ -289,7 +301,14 @@ class Compaction:
     def _fold(self) -> Iterator[None]:
         with self._drain.store().snapshot() as view:
             now = self._drain.now()
-            folds = plan_folds(sequences_of(view, now), now.ms, self._settle_ms)
+            sequences = sequences_of(view, now)
+            folds, abandoned = plan_folds(sequences, now.ms, self._settle_ms), plan_abandoned(sequences, now.ms)
+        if abandoned:
+            with self._drain.store().group(freeing=True) as group:
+                for sequence in abandoned:
+                    group.delete_sequence(sequence)
+            self.collect = True
+            log.info("compact.import_abandoned", count=len(abandoned))
         self.progress.at("fold", len(folds))
         for fold in folds:
             try:

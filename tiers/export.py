@@ -44,6 +44,7 @@ STATE = struct.Struct("<IIII")
 PAYLOAD_LIMIT_BYTES = 1 << 32
 BATCH = 16
 PERSON = b"concordia-import"
+IMPORTING = "importing-"  # begins the name of the stream that has what an unfinished import has put
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -554,7 +555,8 @@ def import_slice(
 ) -> Slice:  # fmt: skip
     """Put the next state of an exported file into a group commit, about `limit_bytes` of it. Raises BadFile, OtherFormat.
 
-    The sequence's record moves on with each slice, so that nothing that was put is ever without a name.
+    The sequence's record moves on with each slice, so that nothing that was put is ever without a name. It is the session's once the
+    end was reached; until then it stands by itself, and takes the place of nothing.
 
     named  while blocks are being collected: takes the ids that the file names, which are not to be freed
     """
@@ -573,11 +575,12 @@ def import_slice(
     for item in read_items(path, offset=offset, index=index, keys=keys):
         if item.type == END:
             done = True
+            _name(group, sequence, session)
             break
         if size and size + len(item.payload) > limit_bytes:
             break
         if item.type in (BLOCK, TAIL):
-            fresh = _put_state(group, opened, session, namespace, sequence, ids, item)
+            fresh = _put_state(group, opened, namespace, sequence, ids, item)
             put, there = put + fresh, there + (not fresh)
         elif item.type == POINT:
             point = _put_point(group, opened, namespace, ids, item)
@@ -588,15 +591,28 @@ def import_slice(
     return Slice(offset, index, done, put, there)
 
 
+def is_importing(stream: str) -> bool:
+    """Whether a stream has what an import has put that isn't finished, or never was."""
+    return stream.startswith(IMPORTING)
+
+
+def _name(group: Group, sequence: SequenceId, session: str) -> None:
+    """All is there: it is the session's from now on."""
+    progress = group.progress(sequence)
+    if progress is not None and is_importing(progress.stream):
+        stream = f"import-{sequence.hex()}"
+        group.replace_progress(sequence, msgspec.structs.replace(progress, session=session, stream=stream))
+
+
 def _put_state(
-    group: Group, opened: Opened, session: str, namespace: str, sequence: SequenceId, ids: list[BlockId], item: Item
+    group: Group, opened: Opened, namespace: str, sequence: SequenceId, ids: list[BlockId], item: Item
 ) -> bool:
     """Put a block or a tail, and move the sequence's record on; whether it was not there."""
     m, (start, count, groups) = opened.manifest, _range_of(opened, item)
     whole, layout = start // m.block_tokens, m.shape
     tokens = opened.tokens[4 * start : 4 * (start + count)]
-    stream = f"import-{sequence.hex()}"
-    track = Track(RootId(m.root), layout, m.block_tokens, namespace, session, stream, 1, ids[whole], start, start, True)
+    stream = IMPORTING + sequence.hex()
+    track = Track(RootId(m.root), layout, m.block_tokens, namespace, "", stream, 1, ids[whole], start, start, True)
     if item.type == BLOCK:
         fresh = _lacks(group, ids[whole + 1], groups)
         if fresh:
@@ -609,7 +625,9 @@ def _put_state(
             group.frame_buffer(count, layout)[:] = np.frombuffer(item.payload[STATE.size :], np.uint8)
             group.put_tail(track, sequence, start, tokens)
     track.position = start + count
-    group.put_progress(sequence, track)
+    known = group.progress(sequence)
+    if known is None or is_importing(known.stream) or known.position < track.position:
+        group.put_progress(sequence, track)
     return fresh
 
 

@@ -15,7 +15,16 @@ from typing import Any
 import structlog
 
 from tiers import late_keys
-from tiers.compaction import EVICT_FROM, GRACE_S, Compaction, damaged_bases, plan_folds, sequences_of, tenant_bytes
+from tiers.compaction import (
+    EVICT_FROM,
+    GRACE_S,
+    Compaction,
+    damaged_bases,
+    plan_abandoned,
+    plan_folds,
+    sequences_of,
+    tenant_bytes,
+)
 from tiers.drain import Drain
 from tiers.errors import TierError
 from tiers.shrink import Duplicate, Shrink
@@ -228,12 +237,10 @@ class Jobs:
         store, budget = self._drain.store(), self._drain.budget()
         usage = store.usage()
         with store.snapshot() as view:
-            folds = plan_folds(
-                sequences_of(view, self._drain.now()),
-                self._drain.now().ms,
-                int(1000 * self._drain.settings.compact_after_s),
-            )
-            if folds or self._ttl_due(budget.ttl_s):
+            now = self._drain.now()
+            sequences = sequences_of(view, now)
+            folds = plan_folds(sequences, now.ms, int(1000 * self._drain.settings.compact_after_s))
+            if folds or plan_abandoned(sequences, now.ms) or self._ttl_due(budget.ttl_s):
                 return True
             tenants = tenant_bytes(view, usage) if budget.has_tenants else {}
         if self._drain.counts["over_budget"] and self._drain.failing:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_point, append_rows, flip, sequence, some_tokens, state
 from tiers import export
+from tiers.base import session_key
+from tiers.compaction import ABANDONED_MS, Compaction
 from tiers.errors import BadFile, OtherFormat
 from tiers.export_seal import ExportKeys
 from tiers.lane_format import PointKind
@@ -146,6 +148,46 @@ def test_what_is_being_imported_is_named_while_blocks_are_collected(
     take(other, tmp_path / "f", named=named)
     assert set(CHAIN[1:]) < named
     assert export.import_sequence(export.open_exported(tmp_path / "f"), "chat", "default") in named
+
+
+def test_an_interrupted_import_takes_the_place_of_nothing_and_goes_if_it_is_not_repeated(
+    stored: World, other: World, tmp_path: Path
+) -> None:
+    write(stored, tmp_path / "f")
+    own, lane = some_tokens(3 * BLOCK, seed=5), other.lane()
+    lane.append_open(sequence("own"), 1, ROOT, SHAPE, BLOCK, "default", "chat", "own", own[:0])
+    append_rows(lane, "own", 0, own)
+    lane.append_close(sequence("own"), 1, len(own))
+    other.drain()
+    assert not take(other, tmp_path / "f", limit_bytes=1000).done
+    compact(other)
+    begun = other.restorable(TOKENS)
+    assert begun >= BLOCK and other.restorable(own) == len(own), "the session of that name is what it was"
+    with offline_drain(other.paths, other.settings) as drain, drain.store().group() as group:
+        ((key, raw),) = group.scan("sequences")
+        progress = group.decode_progress(raw)
+        replaced = msgspec.structs.replace(progress, used_ms=progress.used_ms - ABANDONED_MS)
+        group.replace_progress(key, replaced)  # type: ignore[arg-type]
+    compact(other)
+    assert (other.restorable(TOKENS), other.restorable(own)) == (0, len(own))
+
+
+def test_a_repeated_import_that_is_interrupted_takes_nothing_away(stored: World, other: World, tmp_path: Path) -> None:
+    write(stored, tmp_path / "f")
+    assert take(other, tmp_path / "f").done
+    assert not take(other, tmp_path / "f", limit_bytes=1000).done
+    compact(other)
+    store = StoreReader(other.paths.store, map_bytes=other.settings.store_map_bytes)
+    with store.snapshot() as view:
+        base = view.base(session_key("default", "chat"))
+        assert base is not None and base.position == 43
+    store.close()
+
+
+def compact(world: World) -> None:
+    with offline_drain(world.paths, world.settings) as drain:
+        for _ in Compaction(drain, settle_s=0, grace_s=0).run():
+            pass
 
 
 def test_nonsense_whose_checksums_are_right_is_refused_before_anything_is_taken(stored: World, tmp_path: Path) -> None:
