@@ -31,7 +31,7 @@ def main() -> None:
     draw = random.Random(options.seed)
     # Many short pairs, since the machine's speed changes by the second and rounds side by side share most of it; longer than the
     # keeper's own rounds (tiers.drain_interval_ms), so that captured ones pay for most of their drain.
-    rounds, tokens = (20, 16) if options.quick else (48, 32)
+    rounds, tokens = (28, 16) if options.quick else (48, 32)
     rows = report.Report("capture_overhead", options)
     with system(
         options.model, name="overhead", engines=1, settings={"engine": {"threads": options.threads}}
