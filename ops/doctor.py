@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shlex
 import tempfile
@@ -332,7 +333,7 @@ def map_size(config: Config) -> Check:
 def kernel(config: Config) -> Check:
     """What is leant on: pidfd (5.3), MADV_POPULATE_READ (5.14), little-endian x86-64 or arm64."""
     release = platform.release()
-    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    version = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
     found = f"Linux {release} on {platform.machine()}"
     if version < (5, 3) or not hasattr(os, "pidfd_open"):
         return Check("kernel", "problem", found, "pidfd_open is needed: Linux 5.3 or newer")

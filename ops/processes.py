@@ -63,6 +63,16 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
+def reap_orphans(own: frozenset[int]) -> None:
+    """Collect the dead that became this process's children when their parent died. `own` are its own children: somebody waits for them.
+
+    Not while a child is being started whose pid isn't known yet.
+    """
+    with contextlib.suppress(ChildProcessError):  # there is no child at all
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid not in own:
+            os.waitpid(dead.si_pid, os.WNOHANG)
+
+
 def signal_pidfd(pidfd: int, number: int) -> None:
     """Send a signal through a pidfd: it can't hit a recycled pid. A process that is gone is fine."""
     with contextlib.suppress(ProcessLookupError):

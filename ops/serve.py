@@ -26,7 +26,7 @@ from ops.client import base_url
 from ops.config import Config
 from ops.errors import ConfigError, ModelError, OpsError, StateRefused
 from ops.models import Model
-from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper
+from ops.processes import Backoff, ChildCommand, FileLock, KeptProcess, become_subreaper, reap_orphans
 from ops.show import Progress, counted, print_welcome
 from ops.status import engine_state
 from ops.watchdog import Watchdog
@@ -104,10 +104,13 @@ class Supervisor:
             lock.release()
 
     async def _keep(self, lock: FileLock) -> None:
-        """Whoever deletes the data directory leaves the name of the lock free."""
+        """Whoever deletes the data directory leaves the name of the lock free; the dead of the dead are to be buried."""
         while True:
             await asyncio.sleep(LOCK_LOOK_S)
             lock.keep()
+            own = frozenset((self._host.pid, self._gateway.pid))
+            if 0 not in own:  # engines of a host agent that died are this process's children
+                reap_orphans(own)
 
     def _remove_leftovers(self) -> None:
         """The address, heartbeats, and sockets whose processes are gone; an engine that goes on keeps its own."""

@@ -7,6 +7,8 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -112,3 +114,38 @@ async def test_a_child_is_started_though_there_is_no_room_for_its_pid_file_or_no
             await until("a word of it", lambda: logs and logs[-1]["event"] == "supervise.started")
     events = [log["event"] for log in logs if log["log_level"] == "error"]
     assert events == ["supervise.not_started", "supervise.not_started", "supervise.pid_not_written"]
+
+
+ORPHANS = """
+import os, signal, sys
+from ops.processes import become_subreaper, reap_orphans
+
+become_subreaper()
+own = os.fork()
+if own == 0:
+    signal.pause()
+reading, writing = os.pipe()
+parent = os.fork()
+if parent == 0:
+    orphan = os.fork()
+    if orphan == 0:
+        os.close(reading)
+        signal.pause()
+    os.write(writing, str(orphan).encode())
+    os._exit(0)
+orphan = int(os.read(reading, 20))
+os.close(writing)
+os.waitpid(parent, 0)
+reap_orphans(frozenset((own,)))
+for pid in (orphan, own):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    reap_orphans(frozenset((own,)))
+    assert os.path.exists(f"/proc/{pid}") == (pid == own)
+assert os.waitpid(own, 0)[1] == signal.SIGKILL
+reap_orphans(frozenset())
+"""
+
+
+def test_the_dead_of_a_dead_child_are_collected_and_own_children_left_to_who_waits_for_them() -> None:
+    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=60)
