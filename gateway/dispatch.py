@@ -182,7 +182,7 @@ class Dispatcher:
         self._read_back_at = self.now()
         for stream in streams:
             if stream.finish:
-                self._end(stream, stream.finish, _cause(stream))
+                self._finish(stream)
                 continue
             if not stream.stored:
                 AwakeTimer(self._settings.resume_grace_s, partial(self._expire, stream))
@@ -352,7 +352,13 @@ class Dispatcher:
         """A stream that the engine goes on with since before we attached: adopt it, or tell it to stop."""
         stream = self._table.live.get(live.stream)
         tokens = m.unpack_tokens(live.tokens)
-        if stream is None or live.epoch < stream.epoch or (stream.engine != engine.name and live.epoch == stream.epoch):
+        # One that is complete only waits for its end.
+        if (
+            stream is None
+            or stream.finish
+            or live.epoch < stream.epoch
+            or (stream.engine != engine.name and live.epoch == stream.epoch)
+        ):
             if not live.finish:
                 self._cancel_epoch(engine, live.stream, live.epoch)
             return

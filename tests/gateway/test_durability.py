@@ -429,6 +429,29 @@ async def test_turn_has_the_order_of_several_choices_on_the_disk_before_their_en
     assert again.events == sse.events
 
 
+async def test_turn_has_an_answer_that_a_killed_gateway_left_without_its_end_on_the_disk_before_it_ends(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, states = await turn_world(make_world), list[str]()
+    sse = await world.events("POST", CHAT, {**body(5), "stream": True, "store": True})
+    await world.kill_gateway()
+    stream = sse.headers["X-Stream-Id"]
+    path = world.config.paths.journal_dir / f"{stream}.journal"
+    data = path.read_bytes()
+    path.write_bytes(data[: [end for record, end in j.read_records(data) if not isinstance(record, j.End)][-1]])
+    sync = JournalSync.sync
+
+    async def synced(self: JournalSync, paths: Any = None) -> bool:
+        shown = await world.get(f"/v1/streams/{stream}?format=json")
+        states.append(shown["stream"]["state"])
+        return await sync(self, paths)
+
+    monkeypatch.setattr(JournalSync, "sync", synced)
+    await world.start_gateway()
+    again = await world.events("GET", f"/v1/streams/{stream}")
+    assert (again.events, states) == (sse.events, ["live"])
+
+
 async def test_turn_ends_an_answer_without_a_keeper_and_says_so(make_world: MakeWorld) -> None:
     world = await turn_world(make_world)
     before = metrics.turns_unsynced._value.get()
