@@ -2,7 +2,7 @@
 
 A lane's tail moves only after its records are committed and synced, and taking a record twice changes nothing: killed
 at any instruction, the next keeper goes on. A full disk or map costs durability, never the process: records wait in the lanes.
-What a record adds to its sequence is `tiers/seal.py`. Source: docs/log-format.md
+What a record adds to its sequence is `tiers/assemble.py`. Source: docs/log-format.md
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 
 from tiers import failpoints, media
+from tiers.assemble import Assembly
 from tiers.base import SessionKey
 from tiers.clock import SteadyClock
 from tiers.compaction import EVICT_FROM, MAP_SHARE, Budget, Held, Now, tenant_bytes
@@ -31,7 +32,6 @@ from tiers.pages import cached_bytes, drop_cached
 from tiers.paths import Paths
 from tiers.rebuild import TokenList, mend_all
 from tiers.repair import ASIDE, mend_lanes
-from tiers.seal import Sealing
 from tiers.settings import TierSettings
 from tiers.store import PAGES_PER_BYTE, Store
 from tiers.store_file import FREE_DISK_RESERVE_BYTES
@@ -93,7 +93,7 @@ class Drain:
         self._clock = SteadyClock()
         self._healthy_ms = self._clock()
         self.counts: Counter[str] = Counter()
-        self._sealing = Sealing(self._lanes, self.counts, settings.tail_interval_ms, self._clock)
+        self._assembly = Assembly(self._lanes, self.counts, settings.tail_interval_ms, self._clock)
         self._taken: dict[int, int] = {}  # by lane id: first record that isn't taken; the tail follows after a sync
         self._retry_at = 0.0
         self._synced_at = time.monotonic()
@@ -138,16 +138,16 @@ class Drain:
     @property
     def named(self) -> set[bytes] | None:
         """While blocks are being collected: ids that records name meanwhile."""
-        return self._sealing.named
+        return self._assembly.named
 
     @named.setter
     def named(self, named: set[bytes] | None) -> None:
-        self._sealing.named = named
+        self._assembly.named = named
 
     @property
     def tracks(self) -> dict[SequenceId, Track]:
         """Sequences in hand; others are as far as they are stored."""
-        return self._sealing.tracks
+        return self._assembly.tracks
 
     def store(self) -> Store:
         """The open store, for compaction. Raises StoreFailed."""
@@ -217,20 +217,20 @@ class Drain:
         """
         lanes = self._lanes.scan()
         self._mend_tails(lanes)
-        self._sealing.drop_gone_lanes()
+        self._assembly.drop_gone_lanes()
         batch = self._choose(lanes)
-        self._sealing.add_due(lanes, all_tails and not batch.more, self._is_filling)
-        if not batch.records and not self._sealing.dirty:
+        self._assembly.add_due(lanes, all_tails and not batch.more, self._is_filling)
+        if not batch.records and not self._assembly.dirty:
             return False
         store = self._open_store()
         self._check_budget(store, batch)
         started = time.monotonic()
         counts = Counter(self.counts)
         try:
-            with self._sealing.ahead as ahead, store.group() as group:
+            with self._assembly.ahead as ahead, store.group() as group:
                 for lane, header in batch.records:
-                    self._sealing.take(group, lane, header)
-                self._sealing.store_tails(group, all_tails and not batch.more, self._is_filling)
+                    self._assembly.take(group, lane, header)
+                self._assembly.store_tails(group, all_tails and not batch.more, self._is_filling)
                 following = _select(lanes, batch.taken, GROUP_BYTES).records if batch.more else []
                 if following or group.put_bytes >= PUSH_BYTES:
                     ahead.start(store, following, self.tracks)
@@ -289,14 +289,14 @@ class Drain:
         """Let the lanes' tails follow what is committed and, unless durability is `process`, on the disk; not past rows that wait."""
         failpoints.reach("drain.free.before")
         for lane in self._lanes:
-            number = self._sealing.first_waiting(lane, self._next(lane))
+            number = self._assembly.first_waiting(lane, self._next(lane))
             lane.advance_tail(max(number, lane.tail))
         failpoints.reach("drain.free.after")
 
     def _choose(self, lanes: list[LaneReader]) -> Batch:
         """Records for one group. Lanes that were set aside and are drained go."""
         starts = {lane.lane_id: self._next(lane) for lane in lanes}
-        batch = _select(lanes, starts, GROUP_BYTES if self._sealing.ahead.is_ready else FIRST_GROUP_BYTES)
+        batch = _select(lanes, starts, GROUP_BYTES if self._assembly.ahead.is_ready else FIRST_GROUP_BYTES)
         for lane in lanes:
             if "~" in lane.name and lane.tail == starts[lane.lane_id] == batch.taken[lane.lane_id]:
                 self._remove_drained(lane)
@@ -380,7 +380,7 @@ class Drain:
 
     def forget_tracks(self) -> None:
         """Read everything again, sequences from the store and waiting rows from the lanes: taking a record twice changes nothing."""
-        self._sealing.forget()
+        self._assembly.forget()
         self._taken.clear()
 
     def _committed(self, batch: Batch, put_bytes: int, started: float) -> None:
@@ -394,7 +394,7 @@ class Drain:
         self.counts["put_bytes"] += put_bytes
         ms = round(1000 * (time.monotonic() - started), 2)
         log.debug("drain.committed", records=len(batch.records), put_bytes=put_bytes, ms=ms)
-        self._sealing.trim()
+        self._assembly.trim()
 
     # ------------------------------------------------------------ on request
 
@@ -408,7 +408,7 @@ class Drain:
                 break  # what was there is no more: somebody else wrote into a lane
             reached = left
             self.step(all_tails=True)
-        if self._sealing.is_waiting:
+        if self._assembly.is_waiting:
             self.step(all_tails=True)
         if sync:
             self.sync()
@@ -424,7 +424,7 @@ class Drain:
             raise
         self._synced_at = time.monotonic()
         self._unsynced = False
-        self._sealing.synced_positions.clear()
+        self._assembly.synced_positions.clear()
         self._free()
 
     def _trim_cache(self) -> None:
@@ -513,7 +513,7 @@ class Drain:
                 progress = view.progress(sequence)
                 if progress is not None:
                     stored = progress.position
-                    synced = stored if promised else self._sealing.synced_positions.get(sequence, stored)
+                    synced = stored if promised else self._assembly.synced_positions.get(sequence, stored)
                     found[sequence.hex()] = stored, synced
         return found
 
@@ -618,7 +618,7 @@ class Drain:
                 store.close()
                 self._free()
         finally:
-            self._sealing.ahead.close()
+            self._assembly.ahead.close()
             self._lanes.close()
 
 

@@ -1,6 +1,6 @@
 """The keeper: the only process that writes the store. It drains lanes, compacts between drains, answers a socket; no torch.
 
-Stages *drain* (`tiers/drain.py`, `tiers/seal.py`) and *compact* (`tiers/keeper_jobs.py`); what is asked of it is in
+Stages *drain* (`tiers/drain.py`, `tiers/assemble.py`) and *compact* (`tiers/keeper_jobs.py`); what is asked of it is in
 `tiers/keeper_operations.py`. Killed at any instruction, the next keeper goes on. Source: docs/log-format.md
 """
 

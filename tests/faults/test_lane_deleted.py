@@ -71,7 +71,7 @@ def test_engine_goes_on_in_a_new_lane(
     with structlog.testing.capture_logs() as logs:
         act(paths.lane("e0"))
         drain._lanes.close()  # as a keeper that was started anew: it knows only lanes that have names
-        drain._sealing.forget()
+        drain._assembly.forget()
         until_renewed(engine)
     events = [entry["event"] for entry in logs]
     assert events.count("capture.lane_gone") == 1 and events.count("capture.lane_renewed") == 1

@@ -1,4 +1,4 @@
-"""From records in lanes to blocks in the store: what each record adds to its sequence, which blocks become whole, what waits. Stage *seal*.
+"""Records of lanes -> blocks of the store: what each adds to its sequence, which blocks become whole, what waits. Stage *assemble*.
 
 Every record is verified before it is stored, so bytes that went bad in a lane can't become a block with a good checksum. One that can't
 be used is counted, named and passed over. Source: docs/log-format.md
@@ -34,7 +34,7 @@ SUPERSEDED_SCAN_LIMIT = 256
 IsFilling = Callable[[LaneReader], bool]  # whether what waits keeps too much of a lane from being used again
 
 
-class Sealing:
+class Assembly:
     """The sequences in hand: what records make of each, and what of it goes into a group commit. Not thread-safe; `Drain` owns it.
 
     lanes   all lanes, for how long each is when an epoch begins
