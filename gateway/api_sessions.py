@@ -9,7 +9,7 @@ import structlog
 from aiohttp import web
 
 from engine.messages import adapter_root, pack_tokens, unpack_tokens
-from gateway import metrics
+from gateway import metrics, sessions
 from gateway.api import CALLER, GATEWAY, Gateway, asks_all, find_session, is_set, json_response, read_body
 from gateway.durability import SESSIONS_FAILING
 from gateway.errors import ApiError, conflict, not_found, quoted
@@ -120,8 +120,11 @@ async def delete_session(request: web.Request) -> web.Response:
         gateway.dispatcher.cancel(stream, "cancelled")
     await _free_devices(gateway, record.session)
     forgotten = await _forget_blocks(gateway, record)
-    groups = await gateway.table.groups_of(record.streams)
-    await gateway.table.forget(record.streams)
+    streams = record.streams
+    if len(streams) >= sessions.STREAMS_KEPT:  # there may have been more
+        streams = [*streams, *await gateway.table.of_session(record.session)]
+    groups = await gateway.table.groups_of(streams)
+    await gateway.table.forget(streams)
     gateway.groups.forget(list(groups))
     gateway.sessions.remove(record.session)
     again = _live_streams(gateway, record)

@@ -414,6 +414,20 @@ class StreamTable:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
+    async def of_session(self, session: str) -> list[str]:
+        """All streams of a session's requests, by the first records of all journals, on the thread: a session's record names the latest."""
+
+        def read() -> list[str]:
+            specs = list[j.StreamSpec]()
+            for path in self._directory.glob("*.journal"):
+                with contextlib.suppress(OSError, Locked):
+                    spec = self._spec(path.stem)
+                    specs += [spec] if spec is not None else []
+            groups = {spec.group for spec in specs if spec.session == session} - {""}
+            return [spec.stream for spec in specs if spec.session == session or spec.group in groups]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+
     def _spec(self, stream_id: str) -> j.StreamSpec | None:
         """Raises Locked, OSError."""
         stream = self.find(stream_id)

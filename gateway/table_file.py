@@ -20,7 +20,7 @@ import lmdb
 import structlog
 
 from gateway import metrics
-from tiers.salvage import Salvaged, copy_readable, is_walkable
+from tiers.salvage import Salvaged, copy_readable, is_walkable, keep
 from tiers.store_file import allocate_lock, identity, make_directory, opening, sync_file
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ def mend(directory: Path) -> None:
     aside = next(path for n in range(1 << 20) if not (path := directory / ASIDE.replace("*", str(n))).exists())
     (directory / TO_REBUILD).touch(mode=0o600)
     with opening(directory, fcntl.LOCK_EX):
-        os.link(data, aside)
+        keep(data, aside)
         (directory / "lock.mdb").unlink(missing_ok=True)
         os.replace(draft / "data.mdb", data)
         sync_file(directory)

@@ -77,7 +77,7 @@ def salvage(
     aside.mkdir(mode=0o700, exist_ok=True)
     kept = next(path for n in range(1 << 20) if not (path := aside / f"data.mdb-{n}.broken").exists())
     (store_dir / "lock.mdb").unlink(missing_ok=True)  # it tells of the old file's roots
-    _keep(store_dir / "data.mdb", kept)
+    keep(store_dir / "data.mdb", kept)
     os.replace(target / "data.mdb", store_dir / "data.mdb")
     shutil.rmtree(target)
     shutil.rmtree(mended, ignore_errors=True)
@@ -90,7 +90,7 @@ def salvage(
     return done
 
 
-def _keep(data: Path, kept: Path) -> None:
+def keep(data: Path, kept: Path) -> None:
     """Give the old file another name beside its own: killed before the new one has taken its place, it is still there."""
     try:
         os.link(data, kept)

@@ -187,6 +187,18 @@ async def test_of_a_session_that_is_deleted_the_choices_can_not_be_read_together
     assert not list(world.config.paths.journal_dir.iterdir())
 
 
+async def test_of_a_session_that_is_deleted_nothing_can_be_read_though_its_record_names_only_the_latest_streams(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.sessions.STREAMS_KEPT", 2)
+    for body in (chat(n=3, session_id="s"), chat(session_id="s"), chat(n=2, session_id="other")):
+        await world.events("POST", "/v1/chat/completions", body)
+    async with world.http.delete("/v1/sessions/s") as response:
+        assert response.status == 200
+    left = sorted(path.suffix for path in world.config.paths.journal_dir.iterdir())
+    assert left == [".group", ".journal", ".journal"], "the other session's"
+
+
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_seeds_of_choices_differ_and_the_first_is_the_requests_own(n: int) -> None:
     seeds = [choice_seed(5, choice) for choice in range(n)]
