@@ -23,7 +23,7 @@ from ops.client import Client
 from ops.config import Config
 from ops.errors import BadData, OpsError, StateRefused
 from ops.standard_streams import fill_in
-from tiers.errors import Lost, StoreBusy, TierError
+from tiers.errors import KeeperAway, Lost, StoreBusy, TierError
 from tiers.export_seal import LockedFile
 from tiers.keys import BadKeys, Locked
 
@@ -121,7 +121,7 @@ def system_problem(error: OSError) -> str:
 
 def tier_exit_code(error: TierError) -> int:
     """Exit code of an error that a command didn't expect."""
-    if isinstance(error, StoreBusy | BadKeys | Locked | LockedFile):
+    if isinstance(error, StoreBusy | KeeperAway | BadKeys | Locked | LockedFile):
         return StateRefused.exit_code
     return BadData.exit_code if isinstance(error, Lost) else OpsError.exit_code
 

@@ -69,7 +69,10 @@ class LaneBusy(Retry):
 class KeeperAway(Retry):
     """The keeper doesn't answer."""
 
-    hint = "State stays in the lanes; the host agent restarts the keeper, ask again then"
+    hint = (
+        "State stays in the lanes. Ask again soon: the host agent starts a keeper that died, and a command that is at work in its place "
+        "is done then"
+    )
 
 
 class StoreBusy(Retry):

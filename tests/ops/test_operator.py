@@ -14,6 +14,7 @@ from ops.flags import system_problem
 from ops.serve import refuse_early
 from tests.ops.conftest import TOKENS, Place
 from tiers.errors import OtherFormat
+from tiers.offline import writer_lock
 from tiers.view import VERSION_KEYS
 
 PAGE = 4096
@@ -196,3 +197,11 @@ def test_a_name_that_no_session_can_have_is_no_damage(place: Place, name: str) -
 def test_a_session_that_is_named_twice_is_deleted_once(place: Place) -> None:
     place.session("chat", TOKENS)
     assert [row["id"] for row in place.json("sessions", "rm", "chat", "chat", "--yes")["data"]] == ["chat"]
+
+
+def test_a_command_beside_another_one_that_works_in_the_keepers_place_is_told_to_wait(place: Place) -> None:
+    place.session("chat", TOKENS)
+    with writer_lock(place.paths):
+        for command in (("compact", "--yes"), ("stats",), ("sessions", "pin", "chat"), ("recover",), ("gc",)):
+            said = place.refused(5, *command)
+            assert "Ask again soon" in said or "does not answer" in said, (command, said)
