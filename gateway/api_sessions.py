@@ -53,7 +53,8 @@ async def fork_session(request: web.Request) -> web.Response:
     tokens = await _fork_tokens(gateway, record, wish)
     record = find_session(request)  # it may have been deleted meanwhile
     position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens)
-    own = check_session_id(wish.session_id or f"{own_name(record.session)[:110]}-fork-{secrets.token_hex(4)}")
+    made_up = f"{own_name(record.session)[:110]}-fork-{secrets.token_hex(4)}"
+    own = check_session_id(made_up if wish.session_id is None else wish.session_id)
     name = whole_name(record.namespace, own)
     if gateway.sessions.get(name) is not None:
         raise conflict(

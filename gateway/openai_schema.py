@@ -367,8 +367,8 @@ def check_session_id(session: str) -> str:
     """A session id that is safe in logs, headers and paths. Raises ApiError."""
     if not SESSION_ID.fullmatch(session):
         hint = "1 to 128 letters, digits or any of . _ : @ -, a letter or digit first"
-        said = f"expected {hint}" if session else f"is empty; expected {hint}, or leave it out"
-        raise bad_request(f"session_id: {said}", "session_id")
+        empty = "" if session else "; it is empty, leave it out for none"
+        raise bad_request(f"session_id: expected {hint}{empty}", "session_id")
     return session
 
 

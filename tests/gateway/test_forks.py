@@ -81,6 +81,7 @@ async def test_what_is_wrong_with_a_fork_is_said(world: World) -> None:
         (400, "message", {"message": 5}),
         (400, "message", {"message": 0, "position": 1}),
         (400, "session_id", {"session_id": "../x"}),
+        (400, "session_id", {"session_id": ""}),
         (404, "stream", {"stream": "00" * 12}),
         (409, "", {"session_id": "a"}),
     ]
