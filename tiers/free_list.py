@@ -1,7 +1,8 @@
 """LMDB's list of free pages, read from a store's file: whether it makes sense. For who is about to write it, and for `concordia verify`.
 
 Nobody who reads a store looks at it, but who writes one dies of it where it is damaged (an assertion of LMDB's), or takes pages that
-are in use. Pages of no database are read, none is mapped. Source: lmdb's mdb.c (MDB_page, MDB_node, MDB_meta), midl.h
+are in use. So the trees of all databases are gone through, too, without the values that have pages of their own: 0.07 s of a
+processor for 10 GB of blocks. No page is mapped. Source: lmdb's mdb.c (MDB_page, MDB_node, MDB_meta, MDB_db), midl.h
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import numpy as np
 PAGE_HEADER = struct.Struct("<QHHHH")  # number, unused, flags, lower and upper bound
 OVERFLOW_PAGES = struct.Struct("<12xI")
 NODE = struct.Struct("<HHHH")  # size or page number, low and high; flags; bytes of the key
+MORE_OFFSET = 4  # of a node's flags
 BRANCH, LEAF, OVERFLOW = 0x01, 0x02, 0x04
-BIG = 0x01  # flag of a node: its data is on pages of its own
-# In a root page: magic; of the tree of free pages its page size and its root; last page, number of the commit
-MAGIC_OFFSET, PAGE_BYTES_OFFSET, ROOT_OFFSET, LAST_PAGE_OFFSET, COMMIT_OFFSET = 16, 40, 80, 136, 144
+BIG, TREE = 0x01, 0x02  # flags of a node: its data is on pages of its own, or says where a database's tree is
+TREE_ROOT = struct.Struct("<40xQ")
+# In a root page: magic; page size and root of the tree of free pages; root of the tree of databases; last page; number of the commit
+MAGIC_OFFSET, PAGE_BYTES_OFFSET, ROOT_OFFSET, NAMES_OFFSET, LAST_PAGE_OFFSET, COMMIT_OFFSET = 16, 40, 80, 128, 136, 144
 MAGIC = 0xBEEFC0DE
 NOTHING = (1 << 64) - 1
 DEPTH_LIMIT = 32
@@ -32,11 +35,12 @@ def free_list_problem(data: Path) -> str:
         found = _newest_root(file)
         if found is None:
             return ""
-        page_bytes, root, last_page = found
+        page_bytes, root, names, last_page = found
         seen = np.zeros(last_page + 1, bool)
         if root != NOTHING:
             for ids in _lists(file, page_bytes, root, last_page, DEPTH_LIMIT):
                 _take(ids, seen)
+            _check_used(file, page_bytes, [root, names], seen)
     except _Damaged as error:
         return str(error)
     finally:
@@ -48,23 +52,60 @@ class _Damaged(Exception):
     pass
 
 
-def _newest_root(file: int) -> tuple[int, int, int] | None:
-    """(bytes of a page, root of the tree of free pages, last page) as the newest of the two root pages says."""
+def _newest_root(file: int) -> tuple[int, int, int, int] | None:
+    """(bytes of a page, roots of the trees of free pages and of databases, last page) as the newest of the two root pages says."""
     roots = []
     page_bytes = int.from_bytes(os.pread(file, 4, PAGE_BYTES_OFFSET), "little")
     for at in (0, page_bytes):
         page = os.pread(file, COMMIT_OFFSET + 8, at)
         if len(page) == COMMIT_OFFSET + 8 and int.from_bytes(page[MAGIC_OFFSET : MAGIC_OFFSET + 4], "little") == MAGIC:
             words = [
-                struct.unpack_from("<Q", page, offset)[0] for offset in (COMMIT_OFFSET, ROOT_OFFSET, LAST_PAGE_OFFSET)
+                struct.unpack_from("<Q", page, offset)[0]
+                for offset in (COMMIT_OFFSET, ROOT_OFFSET, NAMES_OFFSET, LAST_PAGE_OFFSET)
             ]
             roots.append(words)
     if not roots or page_bytes < 512:
         return None
-    _, root, last_page = max(roots)
+    _, root, names, last_page = max(roots)
     if last_page > os.fstat(file).st_size // page_bytes + (1 << 20):
         return None  # that the file is cut is found by others
-    return page_bytes, root, last_page
+    return page_bytes, root, names, last_page
+
+
+def _check_used(file: int, page_bytes: int, roots: list[int], free: np.ndarray) -> None:
+    """That no page of these trees, of those that they lead to, and of their values, is free. Damage of theirs is found by others."""
+    waiting, visited = roots, np.zeros(len(free), bool)
+    while waiting:
+        number = waiting.pop()
+        if not 2 <= number < len(free) or visited[number]:
+            continue
+        visited[number] = True
+        _refuse_free(free, number, 1)
+        page = os.pread(file, page_bytes, number * page_bytes)
+        if len(page) < page_bytes:
+            continue
+        found, _, flags, lower, _ = PAGE_HEADER.unpack_from(page)
+        if found != number or not flags & (BRANCH | LEAF) or not PAGE_HEADER.size <= lower <= page_bytes:
+            continue
+        places = np.frombuffer(page, "<u2", (lower - PAGE_HEADER.size) // 2, PAGE_HEADER.size).astype(np.intp)
+        places = places[places <= page_bytes - NODE.size]
+        if flags & LEAF:  # of most no value is looked at
+            places = places[np.frombuffer(page, np.uint8)[places + MORE_OFFSET] & (BIG | TREE) > 0]
+        for place in places.tolist():
+            low, high, more, key_bytes = NODE.unpack_from(page, place)
+            start = place + NODE.size + key_bytes
+            if flags & BRANCH:
+                waiting.append(low | high << 16 | more << 32)
+            elif more & BIG and start + 8 <= page_bytes:
+                count = -(-(PAGE_HEADER.size + (low | high << 16)) // page_bytes)
+                _refuse_free(free, int.from_bytes(page[start : start + 8], "little"), count)
+            elif more & TREE and start + TREE_ROOT.size <= page_bytes:
+                waiting.append(TREE_ROOT.unpack_from(page, start)[0])
+
+
+def _refuse_free(free: np.ndarray, number: int, count: int) -> None:
+    if free[number : number + count].any():
+        raise _Damaged(f"page {number} is in the list of free pages, and in use")
 
 
 def _lists(file: int, page_bytes: int, number: int, last_page: int, depth: int) -> Iterator[np.ndarray]:
