@@ -18,6 +18,11 @@ from tests import leftovers, order
 IN_MEMORY = os.environ.get("TESTS_IN_MEMORY", "")
 ON_DISK = ("tests/system/", "tests/faults/")
 
+# Servers of a test are asked without a proxy of this machine, and what is a log is plain, whatever is set for pytest.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = f"{os.environ.get(name, '')},127.0.0.1".lstrip(",")
+os.environ.pop("FORCE_COLOR", None)
+
 # A busy machine may hold up any example for longer than the fifth of a second that is usual.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
