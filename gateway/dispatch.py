@@ -577,7 +577,7 @@ class Dispatcher:
         if stream.spec.sampling.logprobs >= 0:
             logprobs = [output.logprobs for output in outputs]
         tokens = m.pack_tokens([output.token for output in outputs])
-        if not stream.first_token_at:
+        if not stream.first_token_at and not stream.last_written:  # an earlier gateway admitted what was read back
             stream.first_token_at = now
             metrics.first_token_s.observe(now - stream.opened_at)
         prefill_ms = 0.0 if stream.token_count else stream.prefill_ms

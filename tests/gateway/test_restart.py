@@ -11,6 +11,7 @@ import pytest
 
 from engine import messages as m
 from gateway import journal as j
+from gateway import metrics
 from gateway.table_file import Change, TableFile
 from tests.gateway.conftest import World, chat
 from tests.gateway.fake_engine import FakeEngine, token_at
@@ -32,8 +33,12 @@ async def break_off(world: World, engine: FakeEngine, tokens: int, **more):  # t
     return await task
 
 
+def first_tokens() -> float:
+    return metrics.registry.get_sample_value("concordia_first_token_seconds_count") or 0.0
+
+
 async def test_engine_that_went_on_is_caught_up_with(world: World) -> None:
-    engine = world.engines[0]
+    engine, before = world.engines[0], first_tokens()
     want = await world.events("POST", "/v1/chat/completions", chat())
     sse = await break_off(world, engine, 5)
     assert sse.ids == list(range(6))
@@ -50,6 +55,7 @@ async def test_engine_that_went_on_is_caught_up_with(world: World) -> None:
     assert tail.ids == list(range(6, 15))
     assert tail.concordia["recoveries"] == []
     assert tail.concordia["verdict"] == "restored"
+    assert first_tokens() == 2 + before  # of those two, not another one of the gateway that went on
     assert len(engine.submits) == 2  # the reference and this one: nothing was submitted again
     whole = await world.events("GET", f"/v1/streams/{sse.headers['X-Stream-Id']}")
     assert whole.events == sse.events + tail.events
