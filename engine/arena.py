@@ -59,7 +59,8 @@ class PlaneRange:
 class Slot:
     """Room for one sequence. `tokens[:length]` are those whose state is in the arena, `stored` of them also in a tier.
 
-    captured is False while a sequence that asked not to be captured works in it; adapter is the digest of what it was computed with.
+    captured is False for a sequence of which nothing (more) is captured: it asked for that, or rows of it were lost.
+    adapter is the digest of what it was computed with.
     bases           position of the first row in the buffer of each of the arena's windows (the first of which is "all": 0)
     state_position  tokens that the recurrent state has seen; it serves a continuation from exactly there
     points          rollback points on the device: position -> snapshot
@@ -80,6 +81,11 @@ class Slot:
     state_position: int = 0
     points: dict[int, Snapshot] = field(default_factory=dict)
     filling: bool = False
+
+    @property
+    def lag_tokens(self) -> int:
+        """Tokens whose state no tier has yet."""
+        return self.length - self.stored if self.captured else 0
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """Count of leading tokens that this slot shares with a token list."""

@@ -27,7 +27,7 @@ def slots_over_budget(
     for slot in sorted(own, key=lambda slot: slot.last_used):
         if excess <= 0:
             break
-        if not slot.busy and slot.index not in needed and (slot.stored >= slot.length or not slot.captured):
+        if not slot.busy and slot.index not in needed and slot.lag_tokens <= 0:
             chosen.append(slot)
             excess -= bytes_of(slot)
     return chosen

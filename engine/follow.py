@@ -133,7 +133,7 @@ class Follower:
 
     def _slot_for(self, message: m.Follow, tokens: np.ndarray) -> Slot | None:
         # A slot with rows that no tier has yet is not free: its capture catches up from it.
-        idle = [slot for slot in self.arena.slots if not slot.busy and slot.stored >= slot.length]
+        idle = [slot for slot in self.arena.slots if not slot.busy and slot.lag_tokens <= 0]
         if message.idle:  # the sessions of this engine itself are worth as much
             idle = [s for s in idle if not s.length or not s.session or s.index in self.exact]
         if not idle:

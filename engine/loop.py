@@ -392,7 +392,7 @@ class Engine:
             if slot.session != park.session or slot.index in running or not slot.length:
                 continue
             position = max(position, slot.stored)
-            if slot.stored >= slot.length:
+            if slot.lag_tokens <= 0:
                 self._vacate(slot)
                 freed += 1
         self.link.send(m.Parked(park.request, freed, position))

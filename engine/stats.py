@@ -44,7 +44,7 @@ def tenant_stats(engine: Engine) -> dict[str, m.TenantStats]:
             lane_bytes=used[name],
             lane_limit=engine.tiers.tenant_limit(name, "lane"),
             lane_refused=refused[name],
-            lag_tokens=sum(s.length - s.stored for s in resident if s.namespace == name and s.captured),
+            lag_tokens=sum(s.lag_tokens for s in resident if s.namespace == name),
         )
         for name in sorted(names)
     }
@@ -75,7 +75,7 @@ def engine_stats(engine: Engine) -> m.EngineStats:
         lane_gone=int(engine.lane_watch.is_gone),
         lane_free_bytes=capture.lane.free_bytes if capture else 0,
         bad_blocks=counters.bad_blocks,
-        capture_lag_tokens=sum(slot.length - slot.stored for slot in resident if slot.captured),
+        capture_lag_tokens=sum(slot.lag_tokens for slot in resident),
         points_taken=engine.points.taken,
         points_resident=sum(len(slot.points) for slot in resident),
         points_written=engine.points.written,

@@ -200,7 +200,7 @@ class Capture:
         self.lane.close()
 
     def _lose(self, cursor: Cursor, slot: Slot) -> None:
-        cursor.lost = True
+        cursor.lost, slot.captured = True, False  # nothing of it lags any more: what is missing will be in no tier
         self.windows_lost += 1
         log.warning(
             "capture.window_lost", stream=cursor.stream, captured=cursor.position, oldest=self.arena.oldest(slot),

@@ -555,12 +555,15 @@ def test_a_window_that_moved_on_before_the_lane_had_room_is_told_and_never_store
 ) -> None:
     prompt = random_tokens(21, 900)
     serving, reference = start("small", lane_bytes=256 << 10), start("reference")
-    said = ask(serving, "s", prompt)
+    said = ask(serving, "s", prompt, session="chat")
     assert said == cold(reference, prompt)
     stats = serving.engine.stats()
     assert stats.lane_full > 0 and stats.windows_lost == 1
+    assert stats.capture_lag_tokens == 0, "nothing of it will ever be captured: it waits for nothing"
     more = prompt + said + random_tokens(22, 9)
-    assert ask(serving, "t", more) == cold(reference, more), "what is on the device goes on"
+    assert ask(serving, "t", more, session="chat") == cold(reference, more), "what is on the device goes on"
+    serving.handle(m.Park(1, "chat"))
+    assert serving.sent[-1].slots == 1 and serving.engine.stats().resident_tokens == 0
     engine = restart(start, serving, drain)
     assert ask(engine, "u", more) == cold(reference, more)
     assert engine.started("u").prefill_start < 600
