@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from bench.sse import Answer, Watcher
 
 T = TypeVar("T")
 ANSWER_TOKENS = 48
+TRIES = 8  # at an answer that may be over before what is to happen amid it
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "seed": 20261129}
 MODES: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -239,6 +241,17 @@ def after(token_count: int, act: Callable[[Answer], Any]) -> Callable[[Answer], 
     return watch
 
 
+def once(act: Callable[[Answer], Any]) -> Callable[[Answer], None]:
+    """`act` for whichever of several answers comes first, each on a thread of its own."""
+    first = threading.Lock()
+
+    def watch(answer: Answer) -> None:
+        if first.acquire(blocking=False):
+            act(answer)
+
+    return watch
+
+
 def killer(system: System, number: signal.Signals = signal.SIGKILL) -> Callable[[Answer], None]:
     """Acts by sending a signal to the engine that serves the stream now, if one still does."""
 
@@ -280,15 +293,15 @@ def kill_at(system: System, token_count: int) -> Callable[[Answer], None]:
     return watch
 
 
-def until(hit: Callable[[T], Any], system: System, run: Callable[[], T], tries: int = 8) -> T:
+def until(hit: Callable[[T], Any], system: System, run: Callable[[], T]) -> T:
     """The first `run` of which `hit` holds. Where others take the cores, an answer may be over before what was to come amid it."""
-    for _ in range(tries):
+    for _ in range(TRIES):
         settled(system)
         with contextlib.suppress(StreamOver):
             result = run()
             if hit(result):
                 return result
-    raise AssertionError(f"{tries} times it was over before anything happened to it")
+    raise AssertionError(f"{TRIES} times it was over before anything happened to it")
 
 
 def killed_at_every_token(system: System, path: str, body: dict[str, Any], want: Answer, label: str) -> None:
@@ -296,7 +309,7 @@ def killed_at_every_token(system: System, path: str, body: dict[str, Any], want:
     last = len(want.tokens) - 3  # later than that, the rest is on its way by the time of the kill
     recovered = 0
     for position in range(len(want.tokens)):
-        for _ in range(1 if position > last else 3):
+        for _ in range(1 if position > last else TRIES):
             settled(system)
             got = system.stream(path, body, watch=kill_at(system, position))
             assert_same(got, want, f"{label}, killed after {position} tokens")
@@ -347,5 +360,10 @@ def cached(answer: Answer) -> int:
 def settled(system: System, timeout_s: float = 60.0) -> System:
     """Every engine is ready and none works on anything: the next request runs alone."""
     system.wait_ready(timeout_s=timeout_s, every_s=0.1)
-    system.wait("idle engines", lambda: not any(engine.busy for engine in system.engines()), timeout_s)
+
+    def idle() -> bool:
+        engines = system.engines()
+        return bool(engines) and not any(engine.busy for engine in engines)
+
+    system.wait("idle engines", idle, timeout_s)
     return system

@@ -41,18 +41,21 @@ def test_tiny_killed_while_four_choices_are_made(tiny: System) -> None:
     assert_numbered(want)
     assert len({text for text, _ in by_choice(want).values()}) == COUNT, "seeds of choices differ"
     recovered = 0
+
+    def kill(answer: Answer) -> None:
+        for engine in [engine for engine in tiny.engines() if engine.streams][:1]:  # none if it is over already
+            os.kill(engine.pid, signal.SIGKILL)
+
     for events in range(0, COUNT * TOKENS, 9):
-        h.settled(tiny)
-
-        def kill(answer: Answer) -> None:
-            for engine in [engine for engine in tiny.engines() if engine.streams][:1]:  # none if it is over already
-                os.kill(engine.pid, signal.SIGKILL)
-
-        got = tiny.stream(h.CHAT, body, watch=h.after(events, kill))
-        assert_numbered(got)
-        assert by_choice(got) == by_choice(want), f"killed after {events} events"
-        assert h.counts(got) == h.counts(want)
-        recovered += any(choice["recoveries"] for choice in got.concordia["choices"])
+        for _ in range(h.TRIES):
+            h.settled(tiny)
+            got = tiny.stream(h.CHAT, body, watch=h.after(events, kill))
+            assert_numbered(got)
+            assert by_choice(got) == by_choice(want), f"killed after {events} events"
+            assert h.counts(got) == h.counts(want)
+            if any(choice["recoveries"] for choice in got.concordia["choices"]):
+                recovered += 1
+                break
     assert recovered >= 3, "most kills must have hit the answer"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -45,14 +44,8 @@ def test_four_streams_of_a_killed_engine_end_as_each_would_alone(exact: System, 
     for position in (1, 12, 25):
 
         def run(position: int = position) -> list[Answer]:
-            killed = threading.Event()
-
-            def kill_once(answer: Answer) -> None:
-                if not killed.is_set():
-                    killed.set()
-                    h.killer(exact)(answer)
-
-            return at_once([partial(exact.stream, h.CHAT, body, watch=h.after(position, kill_once)) for body in asked])
+            kill = h.once(h.killer(exact))
+            return at_once([partial(exact.stream, h.CHAT, body, watch=h.after(position, kill)) for body in asked])
 
         together = h.until(lambda answers: any(map(h.recoveries, answers)), exact, run)
         for index, (got, want) in enumerate(zip(together, alone, strict=True)):

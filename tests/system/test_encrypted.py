@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from bench.driver import System
@@ -12,9 +14,12 @@ SECRET = "the combination of the safe is seventeen forty-two"
 
 def readable(system: System, whats: list[bytes]) -> list[str]:
     """Files that hold any of these."""
-    roots = [system.paths.data_dir, system.paths.lane_dir]
-    files = [path for root in roots for path in root.rglob("*") if path.is_file()]
-    return [str(path) for path in files if any(what in path.read_bytes() for what in whats)]
+    found = []
+    for path in [path for root in (system.paths.data_dir, system.paths.lane_dir) for path in root.rglob("*")]:
+        with contextlib.suppress(FileNotFoundError):  # one that is gone or has another name by now
+            if path.is_file() and any(what in path.read_bytes() for what in whats):
+                found.append(str(path))
+    return found
 
 
 def ask(system: System, turn: list[dict[str, str]]) -> dict:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_demo_killed_in_prefill(demo: System, reference: System) -> None:
     reader = threading.Thread(target=lambda: box.append(demo.stream(h.CHAT, body)))
     reader.start()
     engine = demo.wait(
-        "an engine in prefill", lambda: next((e for e in demo.engines() if e.stats["running"]), None), 60.0
+        "an engine in prefill", lambda: next((e for e in demo.engines() if e.stats.get("running")), None), 60.0
     )
     h.kill_serving(demo, "", pid=engine.pid)
     reader.join(120.0)
@@ -111,31 +112,19 @@ def test_demo_both_engines_killed_at_once(demo: System, reference: System) -> No
 
 def test_demo_engine_of_four_streams_killed(demo: System) -> None:
     """Delivered tokens never change, every stream ends as it should."""
-    texts = h.prompts(seed=34, count=4)
-    killed = threading.Event()
-    seen: dict[str, list[tuple[str, str]]] = {}
+    bodies = [h.chat(demo, text, tokens=24, store=True) for text in h.prompts(seed=34, count=4)]
 
-    def kill_once(answer: Answer) -> None:
-        if not killed.is_set():
-            killed.set()
-            h.killer(demo)(answer)
+    def run() -> list[Answer]:
+        kill = h.once(h.killer(demo))
+        return at_once([partial(demo.stream, h.CHAT, body, watch=h.after(6, kill)) for body in bodies])
 
-    def one(text: str) -> Answer:
-        body = h.chat(demo, text, tokens=24, store=True)
-        answer = demo.stream(h.CHAT, body, watch=h.after(6, kill_once))
-        seen[answer.stream_id] = [(event.id, event.data) for event in answer.events]
-        return answer
-
-    answers = at_once([lambda text=text: one(text) for text in texts])  # type: ignore[misc]
-    for answer in answers:
+    for answer in h.until(lambda answers: any(map(h.recoveries, answers)), demo, run):
         h.assert_whole(answer)
         assert answer.finish_reason in ("length", "stop")
         assert answer.usage["completion_tokens"] == 24 or answer.finish_reason == "stop"
         stored = demo.fetch(answer.stream_id)
-        assert [(event.id, event.data) for event in stored.events] == seen[answer.stream_id], (
-            "what was delivered changed"
-        )
-    assert any(h.recoveries(answer) for answer in answers)
+        seen = [(event.id, event.data) for event in answer.events]
+        assert [(event.id, event.data) for event in stored.events] == seen, "what was delivered changed"
 
 
 def test_demo_stopped_engine_is_fenced_and_its_stream_goes_on(demo: System, reference: System) -> None:

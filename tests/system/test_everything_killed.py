@@ -20,11 +20,14 @@ def test_demo_everything_killed_in_mid_answer_goes_on_after_the_restart(demo: Sy
     question = h.prompts(seed=51, count=1)[0]
     want = reference.stream(h.CHAT, h.chat(reference, question, tokens=32))
     session = {"X-Session-Id": "case-3"}
-    broken = demo.stream(
-        h.CHAT, h.chat(demo, question, tokens=32), headers=session, watch=h.after(20, lambda answer: demo.kill_all())
-    )
-    assert broken.broken, "the client must have lost its connection"
-    demo.start()
+
+    def run() -> Answer:
+        kill = h.after(20, lambda answer: demo.kill_all())
+        answer = demo.stream(h.CHAT, h.chat(demo, question, tokens=32), headers=session, watch=kill)
+        demo.start()
+        return answer
+
+    broken = h.until(lambda answer: answer.broken, demo, run)
     whole = demo.fetch(broken.stream_id)
     h.assert_same(whole, want, "fetched whole after everything was killed")
     known = [(event.id, event.data) for event in broken.events]

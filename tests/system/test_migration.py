@@ -30,7 +30,12 @@ def moving(tiny: System) -> System:
 
 
 def other(system: System, engine: str) -> str:
-    return next(view.id for view in system.ready_engines() if view.id != engine)
+    """The other engine, once the gateway has it: a new one may find them one after the other."""
+
+    def probe() -> str:
+        return next((view.id for view in system.ready_engines() if view.id != engine), "")
+
+    return system.wait(f"an engine beside {engine}", probe)
 
 
 def migrate(system: System, answer: Answer) -> Any:
@@ -100,11 +105,12 @@ def test_tiny_choices_and_grammars_move_like_any_stream(moving: System) -> None:
 
     several = h.chat(moving, prompt, h.SAMPLED, tokens=120, n=3)
     want = moving.stream(h.CHAT, several)
+    refusals: list[tuple[int, str]] = []
 
     def move_each(answer: Answer) -> None:
         path = f"/admin/streams/{answer.stream_id}/migrate"
         status, _, refusal = moving.call("POST", path, {"engine": "e0"})
-        assert (status, "move them one by one" in refusal["error"]["message"]) == (409, True), refusal
+        refusals.append((status, refusal["error"]["message"]))
         for engine in [view for view in moving.engines() if view.streams]:
             target = other(moving, engine.id)
             for stream in engine.streams:
@@ -116,6 +122,8 @@ def test_tiny_choices_and_grammars_move_like_any_stream(moving: System) -> None:
         moving,
         lambda: moving.stream(h.CHAT, several, watch=h.after(30, move_each)),
     )
+    status, message = refusals[-1]
+    assert status == 409 and "move them one by one" in message, refusals
     assert got.done, got.describe()
     assert by_choice(got) == by_choice(want)
 
@@ -138,10 +146,10 @@ def test_tiny_move_while_the_gateway_is_restarted_again_and_again(moving: System
     for _ in range(2):
         if got.done:
             break
-        moving.wait("a gateway", moving.healthy, 30.0)
+        moving.wait("a gateway", moving.healthy)
         got = moving.resume(got, watch=h.after(len(got.tokens) + 40, move_and_kill))
     while not got.done:
-        moving.wait("a gateway", moving.healthy, 30.0)
+        moving.wait("a gateway", moving.healthy)
         got = moving.resume(got)
     h.assert_same(got, want, "gateway restarted during moves")
 
@@ -209,7 +217,7 @@ def test_tiny_move_while_somebody_is_killed(moving: System, victim: str) -> None
     try:
         got = h.until(lambda _: hit, moving, lambda: moving.stream(h.CHAT, body, watch=h.after(30, move_and_kill)))
         while not got.done:
-            moving.wait("a gateway", moving.healthy, 30.0)
+            moving.wait("a gateway", moving.healthy)
             got = moving.resume(got)
     finally:
         if number == signal.SIGSTOP and hit:
@@ -249,16 +257,14 @@ def test_tiny_drain_under_load_moves_every_stream(moving: System) -> None:
     want = streams(moving, 6, 150)
 
     def run() -> tuple[list[Answer], dict[str, Any]]:
-        begun = threading.Event()
         reports: list[Any] = []
 
-        def drain_once(answer: Answer) -> None:
-            if len(answer.tokens) == 20 and not begun.is_set():
-                begun.set()
-                engine = moving.serving_engine(answer.stream_id).id
-                reports.append((engine, moving.call("POST", f"/admin/engines/{engine}/drain", {})[2]))
+        @h.once
+        def drain(answer: Answer) -> None:
+            engine = moving.serving_engine(answer.stream_id).id
+            reports.append((engine, moving.call("POST", f"/admin/engines/{engine}/drain", {})[2]))
 
-        got = streams(moving, 6, 150, drain_once)
+        got = streams(moving, 6, 150, lambda answer: drain(answer) if len(answer.tokens) == 20 else None)
         engine, report = reports[0]
         assert moving.call("DELETE", f"/admin/engines/{engine}/drain")[2]["state"] == "ready"
         assert report["left"] == 0, report
@@ -316,11 +322,11 @@ def test_tiny_rolling_upgrade_amid_sixteen_streams(moving: System) -> None:
     nursery = moving.pid("nursery")
     done: list[Any] = []
     upgrader = threading.Thread(
-        target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port)))
+        target=lambda: done.append(concordia(moving, "upgrade", "--json", "--port", str(moving.port), timeout_s=150))
     )
     upgrader.start()
     got = streams(moving, 16, 100)
-    upgrader.join(90.0)
+    upgrader.join()
     assert done[0].returncode == 0, done[0].stderr
     after = {view.id: view.row["incarnation"] for view in moving.ready_engines()}
     assert all(after[name] > before[name] for name in before)
@@ -360,10 +366,10 @@ def test_tiny_upgrade_takes_new_model_files_host_agent_and_gateway(own: System) 
 
     upgrader = threading.Thread(target=upgrade)
     got = own.stream(h.CHAT, body, watch=h.after(5, lambda answer: upgrader.start()))
-    upgrader.join(150.0)
+    upgrader.join()
     assert done[0].returncode == 0, done[0].stderr
     while not got.done:
-        own.wait("a gateway", own.healthy, 30.0)
+        own.wait("a gateway", own.healthy)
         got = own.resume(got)
     h.assert_whole(got)
     assert not h.recoveries(got)

@@ -184,12 +184,12 @@ def test_tiny_idle_sessions_are_protected_too(hot: System) -> None:
         view = session(hot, "calm")
         return view if view["standby_position"] == len(view["token_ids"]) else None
 
-    view = hot.wait("a standby that has all of it", all_there, 30.0)
+    view = hot.wait("a standby that has all of it", all_there)
     (owner,) = view["engines"]
     assert view["standby"] != owner
     victim = hot.signal(owner)
     hot.wait_dead(victim)
-    hot.wait("the heir", lambda: session(hot, "calm")["engines"] == [view["standby"]], 30.0)
+    hot.wait("the heir", lambda: session(hot, "calm")["engines"] == [view["standby"]])
     following = [*view["token_ids"], *h.random_tokens(82, 5, low=3, high=512)]
     second = hot.stream(h.COMPLETIONS, h.completion(hot, following, tokens=8), headers=named)
     h.assert_whole(second)
@@ -198,7 +198,7 @@ def test_tiny_idle_sessions_are_protected_too(hot: System) -> None:
     assert told["restored_from"]["device"] == len(view["token_ids"]), told
     assert told["recomputed_tokens"] == 5, told
     h.settled(hot)
-    hot.wait("another standby", lambda: session(hot, "calm")["standby"] == owner, 30.0)
+    hot.wait("another standby", lambda: session(hot, "calm")["standby"] == owner)
 
 
 def test_tiny_hot_standby_moves_and_takes_over(hot: System) -> None:

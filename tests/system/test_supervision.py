@@ -51,9 +51,7 @@ PROCESSES = ("gateway", "host", "keeper", "nursery", "e0", "e1")
 def test_tiny_no_process_is_left_over_by_any_kill(tiny: System) -> None:
     """Whoever dies, alone or with another one: in the end there is one process of each kind, and none besides."""
     for victims in (("e0",), ("gateway",), ("keeper",), ("nursery", "e1"), ("host",), ("host", "e0", "gateway")):
-        pids = {name: tiny.pid(name) for name in victims}
-        for pid in pids.values():
-            os.kill(pid, signal.SIGKILL)
+        pids = {name: tiny.signal(name) for name in victims}
 
         def one_of_each(before: dict[str, int] = pids) -> bool:
             now = {name: tiny.pid(name) for name in PROCESSES}
@@ -108,8 +106,8 @@ def test_tiny_everything_stopped_and_resumed_in_any_order_costs_nobody_anything(
             time.sleep(0.1)
 
     def stop(answer: Answer) -> None:
-        for pid in before.values():
-            os.kill(pid, signal.SIGSTOP)
+        for name in names:
+            tiny.signal(name, signal.SIGSTOP)
         timer.start()
 
     timer = threading.Timer(1.5, resume)
