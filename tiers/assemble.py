@@ -184,7 +184,7 @@ class Assembly:
             return
         if self.named is not None:
             self.named.add(place.id)
-        if group.has_point(place):
+        if group.good_point(place):
             self._counts["points_shared"] += 1
             return
         state = lane.state(header)

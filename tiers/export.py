@@ -649,7 +649,7 @@ def _put_point(group: Group, opened: Opened, namespace: str, ids: list[BlockId],
     start = whole * m.block_tokens
     tokens = opened.tokens[4 * start : 4 * position]
     place = PointPlace(point_id(ids[whole], tokens), ids[whole], start, tokens)
-    if not group.has_point(place):
+    if not group.good_point(place):
         track = Track(RootId(m.root), m.shape, m.block_tokens, namespace, "", "", 1, ids[whole], start, start, True)
         group.put_point(track, place, kind, np.frombuffer(item.payload[STATE.size :], np.uint8))
     return place.id

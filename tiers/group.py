@@ -92,6 +92,17 @@ class Group(View):
             return False
         return True
 
+    def good_point(self, place: PointPlace) -> bool:
+        """Whether a rollback point is stored and intact: else it is to be put again."""
+        if not self.has_point(place):
+            return False
+        try:
+            self.point(place.id)
+        except BadBlock as error:
+            log.warning("drain.bad_point", error=str(error))
+            return False
+        return True
+
     def put_block(self, track: Track, block: Sealed, value: np.ndarray | None = None) -> None:
         """Store a block whose frame was built in `frame_buffer`, or whose whole value (uint8) is given."""
         count = len(block.tokens) // 4
@@ -144,6 +155,7 @@ class Group(View):
         )
         size = self._put_sealed(track.namespace, "states", place.id, value.data)
         position = place.token_start + len(place.tokens) // 4
+        self._count_dropped(point_key(place))
         entry = PointEntry(kind, position, size, chain_root(track.root, track.namespace))
         self._txn.put(point_key(place), encode(entry), db=self._db[b"points"])
         self._count(entry.tenant, "points", 1, disk_bytes(size))
@@ -334,13 +346,15 @@ class Group(View):
 
     def delete_point(self, key: bytes) -> None:
         """Remove a rollback point, by its key in `points`."""
-        raw = self._txn.get(key, db=self._db[b"points"])
-        if raw is not None:
-            entry = self._entry("points", key, raw)
-            if entry is not None:
-                self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
+        self._count_dropped(key)
         self._txn.delete(key[-16:], db=self._db[b"states"])
         self._txn.delete(key, db=self._db[b"points"])
+
+    def _count_dropped(self, key: bytes) -> None:
+        """Note that the rollback point of this key in `points`, if there is one, goes or is put anew."""
+        entry = self._entry("points", key, self._txn.get(key, db=self._db[b"points"]))
+        if entry is not None:
+            self._count(entry.tenant, "points", -1, -disk_bytes(entry.value_bytes))
 
     def delete_tail(self, key: bytes) -> None:
         """Remove a piece of an unfinished block."""

@@ -145,6 +145,32 @@ def test_flipped_point_is_found_out_in_the_lane_and_on_disk(world: World) -> Non
     lane.close()
 
 
+@pytest.mark.parametrize("part", ["state", "gone"])
+def test_a_damaged_point_is_stored_anew_when_its_state_comes_again(world: World, part: str) -> None:
+    """Else each turn would compute it again, and none would have it."""
+    lane, data = capture(world), world.paths.store / "data.mdb"
+    drain = world.drained()
+    if part == "gone":
+        with drain.store().group() as group:
+            keys = [key for key, _ in group.scan_raw("points") if int.from_bytes(key[16:20], "big") == 5]
+            group.delete_raw("states", keys[0][20:])
+    drain.close()
+    if part == "state":
+        flip(data, data.read_bytes().find(state(5, 100).tobytes()) + 3)
+    open_sequence(lane, "again", TOKENS[:0])
+    append_rows(lane, "again", 0, TOKENS[:5])
+    append_point(lane, "again", 5, PointKind.MESSAGE, 100)
+    drain = world.drained()
+    assert drain.counts["points_put"] == 1
+    counted = drain.store().usage()
+    drain.store().recount()
+    assert drain.store().usage() == counted, "it is counted once"
+    drain.close()
+    lane.close()
+    assert [point.position for point in points(world, TOKENS)] == [0, 5, 16, 43]
+    assert list(verify(world.paths.store, map_bytes=world.settings.store_map_bytes)) == []
+
+
 def test_forget_takes_the_points_along(world: World) -> None:
     lane = capture(world)
     lane.append_close(sequence("a"), 1, 43)
