@@ -17,7 +17,7 @@ import structlog
 from engine.arena import Arena, Range, Slot
 from engine.messages import adapter_root
 from tiers import copy_sum
-from tiers.errors import LaneFull, LaneShareFull
+from tiers.errors import LaneFull, LaneShareFull, TooLarge
 from tiers.lane import LaneWriter, Reservation, SealedReservation
 from tiers.layout import RootId, SequenceId, sequence_id
 
@@ -34,7 +34,8 @@ _RECORD_TOKENS = 512
 class Cursor:
     """How far one sequence's state is in the lane: [start, position) of it, once `opened`.
 
-    lost  rows of window layers were overwritten on the device before the lane had room: nothing more can be captured
+    lost  nothing more can be captured: rows of window layers were overwritten on the device before the lane had room, or the lane
+          is smaller than a record
     """
 
     sequence: SequenceId
@@ -159,6 +160,10 @@ class Capture:
             if self.lane_full == 1 or self.lane_full % 1000 == 0:
                 log.warning("capture.lane_full", stream=cursor.stream, position=cursor.position, times=self.lane_full)
             return False
+        except TooLarge as error:  # the tokens that it began with, or one token's rows: there will never be room
+            cursor.lost, slot.captured = True, False
+            log.warning("capture.too_large", stream=cursor.stream, error=str(error))
+            return True
         finally:
             self.seconds += time.perf_counter() - began
         return True

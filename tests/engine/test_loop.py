@@ -537,3 +537,17 @@ def test_how_fast_a_prompt_is_computed_is_told_once_the_device_is_done(
     engine.handle(submit("s", random_tokens(41, 256), 1))
     engine.run()
     assert engine.engine.speeds.prefill_tokens_per_s == pytest.approx(3.2 + 0.2 * (25.6 - 3.2))
+
+
+def test_what_no_lane_of_this_size_can_hold_is_served_and_not_captured(start_engine: Start) -> None:
+    prompt = random_tokens(42, 1200)
+    first = start_engine()
+    first.handle(submit("s", prompt, 4))
+    first.run()
+    small = start_engine("small", lane_bytes=4096)  # the first 1,200 tokens alone take more
+    with capture_logs() as events:
+        small.handle(submit("t", prompt + first.tokens("s"), 4))
+        small.run()
+    assert len(small.tokens("t")) == 4 and small.started("t").reused == {"lane": 1203}
+    assert [event["stream"] for event in events if event["event"] == "capture.too_large"] == ["t"]
+    assert small.engine.stats().capture_lag_tokens == 0
