@@ -128,7 +128,7 @@ class Nursery:
                     return {"pid": os.getpid()}
                 case other:
                     return {"error": f"unknown op {other!r}; known: spawn, status, ping"}
-        except (ValueError, KeyError, AttributeError, OSError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
     # ------------------------------------------------------------ fork
