@@ -77,7 +77,7 @@ class StatusPage:
         """Make the page of this process and take its mutex. Call on the main thread, which must live as long as the engine."""
         temporary = path.with_suffix(f".{os.getpid()}.new")
         with open(temporary, "w+b") as file:
-            file.truncate(PAGE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, PAGE_BYTES)  # a hole would end in SIGBUS where there is no room for it
             page = cls(mmap.mmap(file.fileno(), PAGE_BYTES))
         pid = os.getpid()
         _HEAD.pack_into(page._memory, 0, MAGIC, pid, incarnation, start_ticks(pid), 0)

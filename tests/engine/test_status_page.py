@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -144,3 +145,15 @@ def test_a_watcher_never_reads_a_word_that_is_half_written(tmp_path: Path, write
     finally:
         child.kill()
         child.wait()
+
+
+def test_no_room_for_it_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        StatusPage.create(tmp_path / "e0.status", 1)
+    assert not (tmp_path / "e0.status").exists()
