@@ -31,7 +31,7 @@ class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def migrate_session(request: web.Request) -> web.Response:
-    """Every live stream of a session, or else its idle state, to another engine; the streams go on."""
+    """Every live stream of a session that isn't there, or else its idle state, to another engine; the streams go on."""
     gateway, wish = request.app[GATEWAY], await _body(request, MoveRequest)
     record = find_session(request)
     session = record.session
@@ -43,7 +43,10 @@ async def migrate_session(request: web.Request) -> web.Response:
         idle = await _idle(gateway, record)
         outcome = await gateway.dispatcher.moves.move_idle(idle, target, wish.timeout_s)
         return json_response({"session": session, "to_engine": target.name, "outcome": outcome, "moves": []})
-    moves = [gateway.dispatcher.moves.start(stream, target.name, "asked for") for stream in live]
+    elsewhere = [stream for stream in live if stream.engine != target.name] or live
+    for stream in elsewhere:  # all or none
+        gateway.dispatcher.moves.check(stream, target.name)
+    moves = [gateway.dispatcher.moves.start(stream, target.name, "asked for") for stream in elsewhere]
     await _wait(moves, wish.timeout_s)
     outcomes = {move.outcome for move in moves}
     outcome = outcomes.pop() if len(outcomes) == 1 else "see moves"

@@ -119,20 +119,7 @@ class Moves:
 
     def start(self, stream: Stream, target_name: str, why: str) -> Move:
         """Begin to move a live stream. Raises ApiError if it can't be begun."""
-        source = self._dispatcher.engines.get(stream.engine)
-        target = self._dispatcher.engines.get(target_name)
-        if target is None:
-            raise not_found(
-                f"there is no engine {quoted(target_name)}; GET /admin/engines lists them", "engine_not_found"
-            )
-        if stream.id in self.moves:
-            raise conflict(f"stream {stream.id} is being moved to {self.moves[stream.id].target} already")
-        if _is_over(stream) or source is None or stream.id not in source.streams or not source.ready:
-            raise conflict(f"stream {stream.id} is not running on an engine; there is nothing to move")
-        if target is source:
-            raise conflict(f"stream {stream.id} runs on {target_name} already")
-        if not target.placeable:
-            raise conflict(f"{target_name} takes no streams now (it is {target.shown_state}); choose another engine")
+        source, target = self.check(stream, target_name)
         assert source.hello is not None and target.hello is not None, "ready engines have said hello"
         same = source.hello.root == target.hello.root and stream.spec.capture
         now = self._dispatcher.now()
@@ -148,6 +135,24 @@ class Moves:
         asyncio.get_running_loop().call_later(PRECOPY_LIMIT_S + LOOK_INTERVAL_S, self._time_is_up, move)
         self._look(move)
         return move
+
+    def check(self, stream: Stream, target_name: str) -> tuple[Engine, Engine]:
+        """(source, target) of a move that can be begun. Raises ApiError if it can't be."""
+        source = self._dispatcher.engines.get(stream.engine)
+        target = self._dispatcher.engines.get(target_name)
+        if target is None:
+            raise not_found(
+                f"there is no engine {quoted(target_name)}; GET /admin/engines lists them", "engine_not_found"
+            )
+        if stream.id in self.moves:
+            raise conflict(f"stream {stream.id} is being moved to {self.moves[stream.id].target} already")
+        if _is_over(stream) or source is None or stream.id not in source.streams or not source.ready:
+            raise conflict(f"stream {stream.id} is not running on an engine; there is nothing to move")
+        if target is source:
+            raise conflict(f"stream {stream.id} runs on {target_name} already")
+        if not target.placeable:
+            raise conflict(f"{target_name} takes no streams now (it is {target.shown_state}); choose another engine")
+        return source, target
 
     async def move_idle(self, idle: following.IdleSession, target: Engine, timeout_s: float) -> str:
         """Put an idle session's state on the target's device and take it off all others. Returns the outcome, or raises ApiError."""

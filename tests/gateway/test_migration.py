@@ -109,6 +109,50 @@ async def test_named_session_moves_with_its_live_stream(make_world) -> None:  # 
     assert (await task).finish_reason == "length"
 
 
+async def test_of_a_session_with_several_streams_those_move_that_run_elsewhere(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, tasks, streams = await two_of_a_session(make_world)
+    target = await world.engine("e1", budget=None)
+    target.step_s = 0.05
+    assert (await migrate(world, streams[1], "e1"))[1]["outcome"] == "moved"
+    status, _, body = await world.post("/admin/sessions/s/migrate", {"engine": "e1"})
+    assert (status, body["outcome"], [move["stream"] for move in body["moves"]]) == (200, "moved", streams[:1])
+    for task in tasks:
+        assert (await task).finish_reason == "length"
+
+
+async def test_of_a_session_with_several_streams_none_is_moved_if_one_can_not_be(make_world) -> None:  # type: ignore[no-untyped-def]
+    world, source, tasks, streams = await two_of_a_session(make_world)
+    slow, target = await world.engine("e1"), await world.engine("e2")
+    slow.follow_lag = 100
+    move = asyncio.create_task(migrate(world, streams[1], "e1"))
+    await world.until(lambda: followed(slow, streams[1]))
+    status, _, body = await world.post("/admin/sessions/s/migrate", {"engine": "e2"})
+    assert (status, "is being moved to e1 already" in body["error"]["message"]) == (409, True), body
+    assert not target.follows, "the first one was begun with"
+    source.allow(None)
+    for task in tasks:
+        assert (await task).finish_reason == "length"
+    assert (await move)[1]["outcome"] == "ended"
+
+
+async def two_of_a_session(make_world) -> tuple[World, FakeEngine, list[asyncio.Task[Any]], list[str]]:  # type: ignore[no-untyped-def]
+    """Two turns at once, in the midst of their answers on one engine."""
+    world: World = await make_world()
+    source = await world.engine("e0", budget=0)
+    bodies = [chat(session_id="s", seed=seed) for seed in (1, 2)]
+    tasks = [asyncio.create_task(world.events("POST", "/v1/chat/completions", body)) for body in bodies]
+
+    async def both() -> bool:
+        return len(source.submits) == 2
+
+    await world.until(both)
+    source.allow(2)
+    streams = [submit.stream for submit in source.submits]
+    for stream in streams:
+        await world.until(lambda stream=stream: has_delivered(world, 2, stream))
+    return world, source, tasks, streams
+
+
 async def test_idle_session_moves_and_its_next_turn_goes_there(make_world) -> None:  # type: ignore[no-untyped-def]
     world, source, target = await pair(make_world)
     long = [{"role": "user", "content": "x" * 100}]
