@@ -23,7 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.durability import Durability
 from gateway.encodings import TooLarge, unpack
-from gateway.errors import ApiError, bad_request, forbidden, not_found, quoted, unauthorized
+from gateway.errors import ApiError, bad_request, forbidden, foreign_page, not_found, quoted, unauthorized
 from gateway.host_link import HostLink
 from gateway.sessions import SessionRecord, SessionTable
 from gateway.sse import EventForm
@@ -200,10 +200,16 @@ def _count_refused(request: web.Request, error: ApiError) -> None:
 
 
 def _check_key(request: web.Request) -> None:
-    """Know who sends it. Raises ApiError: nobody who is known, or a tenant where only the operator may be."""
-    caller = request.app[GATEWAY].keys.caller(request.headers.get("Authorization", ""))
+    """Know who sends it. Raises ApiError: nobody who is known, a stranger's web page, or a tenant where only the operator may be."""
+    keys = request.app[GATEWAY].keys
+    caller = keys.caller(request.headers.get("Authorization", ""))
     if caller is None:
         raise unauthorized()
+    changes = request.method not in ("GET", "HEAD")
+    if (
+        changes and not keys and request.headers.get("Sec-Fetch-Site") == "cross-site"
+    ):  # as browsers say, whatever the page
+        raise foreign_page(request.headers.get("Origin", "another site"))
     request[CALLER] = caller
     resource = request.match_info.route.resource
     if not caller.operator and resource is not None and resource.canonical not in TENANT_PATHS:

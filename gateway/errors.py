@@ -100,6 +100,14 @@ def forbidden(path: str) -> ApiError:
     return ApiError(403, message, code="operator_only")
 
 
+def foreign_page(origin: str) -> ApiError:
+    message = (
+        f"a web page of {quoted(origin)} sent this, and without an API key any page that is open in a browser on this "
+        "machine could: start the server with --api-key, and have the page send it"
+    )
+    return ApiError(403, message, code="foreign_page")
+
+
 def conflict(message: str) -> ApiError:
     return ApiError(409, message, code="conflict")
 

@@ -258,6 +258,27 @@ async def test_key_is_asked_of_every_request(make_world) -> None:  # type: ignor
     assert (await world.get("/v1/models", headers={"Authorization": "Bearer s3cret"}))["data"]
 
 
+async def test_a_page_of_another_site_changes_nothing_unless_it_has_a_key(make_world) -> None:  # type: ignore[no-untyped-def]
+    """What a browser sends without asking first: a simple request, whose answer the page could not read."""
+    page = {"Sec-Fetch-Site": "cross-site", "Origin": "https://elsewhere.example", "Content-Type": "text/plain"}
+    world = await make_world()
+    for path in ("/v1/completions", "/admin/engines/e0/restart", "/v1/sessions/chat/park"):
+        async with world.http.post(path, data="{}", headers=page) as refused:
+            error = (await refused.json())["error"]
+            assert (refused.status, error["code"]) == (403, "foreign_page")
+            assert "elsewhere.example" in error["message"] and "--api-key" in error["message"]
+    for own in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
+        async with world.http.post("/v1/sessions/chat/park", headers=own) as answered:
+            assert answered.status == 404, own
+    async with world.http.get("/health", headers=page) as shown:  # a link that somebody followed
+        assert shown.status == 503
+    keyed = await make_world(api_key="secret")
+    async with keyed.http.post(
+        "/v1/sessions/chat/park", headers={**page, "Authorization": "Bearer secret"}
+    ) as answered:
+        assert answered.status == 404
+
+
 def test_address_beyond_loopback_needs_a_key(tmp_path) -> None:  # type: ignore[no-untyped-def]
     text = json.dumps(
         {"data_dir": "d", "lane_dir": "l", "model_dir": "m", "model_name": "x", "gateway": {"host": "0.0.0.0"}}
