@@ -343,9 +343,9 @@ class LaneSet:
     def _add(self, path: Path) -> None:
         try:
             reader = LaneReader.open(path, writable_tail=self._writable_tail, keys=self.keys)
-        except FileNotFoundError:
-            return
-        except OtherFormat as error:
+        except (OtherFormat, OSError) as error:
+            if not path.exists():
+                return
             if path not in self._refused:
                 log.warning("lane.refused", lane=path.stem, error=str(error))
             self._refused.add(path)

@@ -104,6 +104,9 @@ def place_of(lane: Path) -> Place:
         link = msgspec.json.decode(start[len(LINK_MAGIC) :], type=_Link)
     except msgspec.MsgspecError as error:
         raise OtherFormat("a lane's link can't be read", where=str(lane), cause=str(error)) from error
+    align = link.align
+    if align < PAGE or align & (align - 1) or link.offset < 0 or link.size < align or (link.offset | link.size) % align:
+        raise OtherFormat("a lane's link can't be read", where=str(lane), cause="it names a range that can't be mapped")
     return Place(Path(link.device), link.offset, link.size, link.align, is_device=True)
 
 

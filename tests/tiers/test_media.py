@@ -261,6 +261,23 @@ def test_another_host_that_maps_the_same_memory_follows_by_a_link_alone(world: W
         assert np.array_equal(read(extent).frame, rows(0, TOKENS[:43]))
 
 
+def test_a_flipped_link_ends_nobody(world: World, device: Device) -> None:
+    """It is refused, or leads where it did."""
+    lane = open_lane(world, str(device.path))
+    lane.close()
+    link = world.paths.lane("e0")
+    good = link.read_bytes()
+    for bit in range(8 * good.index(b'"offset"'), 8 * len(good)):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        link.write_bytes(flipped)
+        lanes = LaneSet(world.paths.lane_dir, writable_tail=True)
+        assert [reader.lane_id for reader in lanes.scan()] in ([], [lane.lane_id])
+        lanes.close()
+    link.write_bytes(good.replace(device.path.name.encode(), b"gone"))
+    assert LaneSet(world.paths.lane_dir).scan() == []
+
+
 def test_link_that_is_garbage_is_refused_and_replaced_by_the_writer(world: World, device: Device) -> None:
     world.paths.lane("e0").write_bytes(media.LINK_MAGIC + b"{")
     lanes = LaneSet(world.paths.lane_dir)
