@@ -131,8 +131,9 @@ def test_what_is_wrong_with_tools_is_said(more: dict, param: str, said: str) -> 
     "of_a", [{"uniqueItems": True}, {"propertyNames": {}}, {"oneOf": [{"minimum": 0}, {"maximum": 9}]}, {"not": {}}]
 )
 def test_what_can_not_be_enforced_of_arguments_is_left_to_the_model(of_a: dict[str, Any]) -> None:
-    tool = taking({"properties": {"a": of_a}})
-    assert plan_of(request(tools=[tool], tool_choice="required"), "hermes").grammar
+    tool, strict = taking({"properties": {"a": of_a}}), {"type": "function", "function": {"name": "b", "strict": True}}
+    for tools in ([tool], [tool, strict]):
+        assert plan_of(request(tools=tools, tool_choice="required"), "hermes").grammar
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama"])
