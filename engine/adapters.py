@@ -156,7 +156,8 @@ def read_adapter(directory: Path, linear: dict[str, torch.nn.Linear]) -> dict[st
     """An adapter's files -> what it adds to each layer. Raises BadRequest with the reason if it can't be used as it is."""
     try:
         return _read(directory, linear)
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # values of other kinds than PEFT writes
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, NotImplementedError) as error:
+        # Values of other kinds than PEFT writes: the last of a number format that has no arithmetic.
         raise BadRequest("bad_adapter", f"its files are not as PEFT writes them: {error}") from error
 
 

@@ -208,6 +208,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(start_engine: Start, tin
     [
         ([], (4, 64), (64, 4), "as PEFT writes them"),
         ({"lora_alpha": "16"}, (4, 64), (64, 4), "as PEFT writes them"),
+        ({"lora_alpha": 10**400}, (4, 64), (64, 4), "as PEFT writes them"),
         ({"alpha_pattern": ["q_proj"]}, (4, 64), (64, 4), "as PEFT writes them"),
         ({}, (0, 64), (64, 0), "no matrices of a rank"),
         ({}, (64,), (64,), "no matrices of a rank"),
@@ -224,3 +225,12 @@ def test_files_that_are_no_adapters_are_refused_and_end_no_engine(
     save_file(weights, tmp_path / "adapter_model.safetensors")
     with pytest.raises(BadRequest, match=reason):
         Adapters(torch.nn.ModuleDict({"q": torch.nn.Linear(64, 64)})).load(tmp_path, m.adapter_digest(tmp_path))
+
+
+def test_numbers_that_nothing_computes_with_are_refused_and_end_no_engine(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    shapes = {"base_model.model.q.lora_A.weight": (4, 64), "base_model.model.q.lora_B.weight": (64, 4)}
+    weights = {name: torch.ones(shape).to(torch.float8_e4m3fn) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadRequest, match="as PEFT writes them"):
+        read_adapter(tmp_path, {"q": torch.nn.Linear(64, 64)})
