@@ -75,7 +75,6 @@ class LaneReader:
         self._opened_lock = threading.Lock()
         self.record_count, self.lane_bytes, self.lane_id, self.version = geometry
         self.inode = inode  # not used again for another file while this one is held open
-        self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.closed = False
         self._map, self._memory = place.memory(writable=False)
         self._words = self._memory.cast("Q")
@@ -84,6 +83,7 @@ class LaneReader:
         self._ring = np.frombuffer(self._memory, np.uint8, self.lane_bytes, data_offset(self.record_count))
         self._tail_map = _map_tail(place) if writable_tail else None
         self._tail_memory = memoryview(self._tail_map).cast("Q") if self._tail_map is not None else None
+        self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # last: what fails before it leaves no descriptor open
 
     @classmethod
     def open(

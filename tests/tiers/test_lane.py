@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import mmap
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.sample import BLOCK, LAYOUT, ROOT, World, append_rows, flip, rows, sequence, some_tokens
-from tiers import failpoints, huge_pages, lane_format
+from tiers import failpoints, huge_pages, lane_format, lane_reader
 from tiers.errors import BadRecord, LaneBusy, LaneFull, OtherFormat, TooLarge
 from tiers.lane import LaneWriter
 from tiers.lane_format import ENTRY_BYTES, RecordType, data_offset
 from tiers.lane_reader import LaneReader, LaneSet
+from tiers.media import Place
 
 
 def entry_at(number: int, record_count: int = 64) -> int:
@@ -264,6 +266,22 @@ def test_file_that_is_no_lane_is_refused_by_readers_and_replaced_by_the_writer(w
     lanes = LaneSet(world.paths.lane_dir)
     assert lanes.scan() == []
     world.lane()
+    assert len(lanes.scan()) == 1
+
+
+def test_a_lane_that_cannot_be_mapped_yet_keeps_no_descriptor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again at each look, which would take the last ones that there are."""
+    world.lane()
+    lanes = LaneSet(world.paths.lane_dir, writable_tail=True)
+
+    def refused(place: Place) -> mmap.mmap:
+        raise OSError(errno.EMFILE, "Too many open files", str(place.path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane_reader, "_map_tail", refused)
+        assert lanes.scan() == []
+        before = os.listdir("/proc/self/fd")
+        assert lanes.scan() == [] and os.listdir("/proc/self/fd") == before
     assert len(lanes.scan()) == 1
 
 
