@@ -6,7 +6,7 @@ time in which none of its threads ran or wanted to. Four ways to be hung, each w
 
     stopped   the main thread is in state T (SIGSTOP): `stopped_ms`, on two looks
     blocked   no thread runs or wants to: the bound that the engine learned from its own steps, at least `floor_ms`
-    disk      the same in state D (a page is being read, or a driver is stuck): ten times that
+    disk      the same with a thread in state D (a page is being read, or a driver is stuck): ten times that
     spinning  the main thread burns processor time without a beat: `spin_ms` of it
 
 Source: proc_pid_stat(5), the kernel's sched-stats.rst (schedstat: ns on a processor, ns waiting for one).
@@ -35,7 +35,7 @@ class Look:
     at_s         CLOCK_MONOTONIC
     beat_age_ms  since its last heartbeat
     bound_ms     what it allows itself without one
-    state        letter of its main thread: R, S, D, T ...
+    state        letter of its main thread: R, S, D, T ...; D also where it sleeps while another thread is in D
     runnable     some thread runs or waits for a processor
     busy_ms      on a processor or waiting for one, all threads, since each began
     main_cpu_ms  on a processor, main thread, since it began
@@ -146,9 +146,10 @@ def look_at(pid: int, beat_age_ms: float, bound_ms: float) -> Look:
                 if int(thread) == pid:
                     main_cpu_ns = cpu_ns
     runnable = not states or "R" in states.values()
-    return Look(
-        time.monotonic(), beat_age_ms, bound_ms, states.get(pid, "R"), runnable, busy_ns / 1e6, main_cpu_ns / 1e6
-    )
+    state = states.get(pid, "R")
+    if state == "S" and "D" in states.values():  # it waits for that thread, maybe
+        state = "D"
+    return Look(time.monotonic(), beat_age_ms, bound_ms, state, runnable, busy_ns / 1e6, main_cpu_ns / 1e6)
 
 
 def _thread(path: Path) -> tuple[str, int, int]:

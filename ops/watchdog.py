@@ -2,8 +2,9 @@
 
 What is asked of an engine (`ops/hang.py`), with more patience: the bound is `host.silent_limit_s`, and all of it must have been seen by
 a parent that was awake. So a loaded machine, a debugger, or everything stopped and resumed at once is no alarm. One that hasn't beaten
-yet (it starts) is only watched for being stopped. A child that was stopped (SIGSTOP) gets SIGCONT, which costs nobody a connection;
-SIGKILL if that doesn't help, or if it is stuck otherwise: then it is started again as after any death.
+yet (it starts) is only watched for being stopped, and one that waits for a disk is left to it, as the next one would wait, too: a keeper
+may sync or copy its store for long. A child that was stopped (SIGSTOP) gets SIGCONT, which costs nobody a connection; SIGKILL if that
+doesn't help, or if it is stuck otherwise: then it is started again as after any death.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tiers import heartbeat
 
 LOOK_S = 0.5
 LEAST_LOOK_S = 0.05
-TRACED = "t"  # a debugger holds it, and wants to
+LEFT_ALONE = ("t", "D")  # a debugger holds it, and wants to; it waits for a disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Watchdog:
         beat = heartbeat.read(self._beat) if self._beat else None
         age_ms = beat.age_ms if beat is not None and beat.pid == pid else float("inf")
         look = look_at(pid, age_ms, 0.0) if age_ms >= 2000 * self.look_s else None
-        if look is None or look.state == TRACED or (look.state != "T" and age_ms == float("inf")):
+        if look is None or look.state in LEFT_ALONE or (look.state != "T" and age_ms == float("inf")):
             self._judge.beat()
             self._continued = 0
             return None

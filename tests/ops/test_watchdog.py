@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ import structlog
 
 from bench.driver import process_state
 from engine import pid_file
-from ops import processes
+from ops import hang, processes
 from ops.processes import Backoff, ChildCommand, KeptProcess
 from ops.watchdog import Watchdog
 from tests.ops.test_host import until
@@ -43,6 +47,28 @@ async def kept(directory: Path, name: str, *, beat: bool, limit_s: float = LIMIT
     finally:
         await child.stop(5.0)
         await task
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "cause"), [("S", "S", "blocked"), ("S", "D", ""), ("D", "S", ""), ("S", "R", "")]
+)
+def test_a_child_of_which_any_thread_waits_for_the_disk_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: str, other: str, cause: str
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: next(seconds) / 2))
+    monkeypatch.setattr(hang, "_thread", lambda path: (main if int(path.name) == os.getpid() else other, 0, 0))
+    (tmp_path / "keeper.beat").write_bytes(struct.pack("<QQ", os.getpid(), 0))
+    watchdog = Watchdog(tmp_path / "keeper.beat", 5.0, 60.0)
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        found = [watchdog.look(os.getpid()) for _ in range(300)]
+    finally:
+        done.set()
+        thread.join()
+    assert {finding.cause for finding in found if finding} == ({cause} if cause else set())
 
 
 class HeldUpLog:
