@@ -31,14 +31,15 @@ def usable_lane(path: Path, lane_bytes: int, record_count: int, version: int, bu
         if mended:
             log.warning("lane.mended", lane=path.stem, what=mended)
         geometry = read_geometry(media.place_of(path))
-    except (OtherFormat, FileNotFoundError):
-        geometry = None
+        problem = header_problem(path)
+    except (OtherFormat, FileNotFoundError) as error:  # of a link: it can't be read, or its device isn't there
+        geometry, problem = None, str(error)
     finally:
         os.close(lock)
     if geometry is not None and geometry[:2] == (record_count, lane_bytes) and geometry[3] == version:
         return geometry[2]
     if geometry is None:
-        log.warning("lane.discarded", lane=path.stem, reason=header_problem(path) or "a lane of a later version")
+        log.warning("lane.discarded", lane=path.stem, reason=problem or "a lane of a later version")
         media.remove(path)
         return None
     aside = path.with_name(f"{path.stem}~{geometry[2]:x}.lane")

@@ -200,7 +200,7 @@ def remove(lane: Path) -> None:
         lane.unlink(
             missing_ok=True
         )  # first: a link whose range is another's soon would be worse than a range without one, which is adopted
-        with place.map_head(PAGE, writable=True) as head:
+        with suppress(FileNotFoundError), place.map_head(PAGE, writable=True) as head:
             head[:PAGE] = bytes(PAGE)
 
 

@@ -275,7 +275,10 @@ def test_a_flipped_link_ends_nobody(world: World, device: Device) -> None:
         assert [reader.lane_id for reader in lanes.scan()] in ([], [lane.lane_id])
         lanes.close()
     link.write_bytes(good.replace(device.path.name.encode(), b"gone"))
-    assert LaneSet(world.paths.lane_dir).scan() == []
+    lanes = LaneSet(world.paths.lane_dir)
+    assert lanes.scan() == []
+    again = open_lane(world, str(device.path))
+    assert [reader.lane_id for reader in lanes.scan()] == [again.lane_id] != [lane.lane_id], "the writer replaces it"
 
 
 def test_link_that_is_garbage_is_refused_and_replaced_by_the_writer(world: World, device: Device) -> None:
