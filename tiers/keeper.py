@@ -87,7 +87,7 @@ class Keeper:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._held_at = self._looked_at = self._lock_seen_at = time.monotonic()
         self._beating = Beating(paths.beat("keeper"))
-        self._hindered = ""  # what kept the last round from its work, and was said
+        self._hindered = ""  # what kept the last round from its work
 
     def stop(self) -> None:
         """Ask `run` to end, from a signal handler or another thread."""
@@ -117,7 +117,7 @@ class Keeper:
 
     def _tick(self) -> bool:
         """One regular round; whether the next is due at once."""
-        more = False
+        more, hindered = False, ""
         try:
             more = self._step()
             self._drain.sync_if_due()
@@ -126,21 +126,20 @@ class Keeper:
         except StoreFailed:
             pass  # counted and logged; the records wait in the lanes
         except OSError as error:
-            self._say_hindered(error)
+            hindered = str(error)
         try:
             self._look_for_host()
             self._keep_lock()
         except OSError as error:
-            self._say_hindered(error)
+            hindered = str(error)
+        self._say_hindered(hindered)
         return more
 
-    def _say_hindered(self, error: OSError) -> None:
+    def _say_hindered(self, error: str) -> None:
         """Something can't be opened or looked at just now, for want of descriptors maybe: the next round tries again."""
-        if str(error) != self._hindered:
-            log.error(
-                "keeper.hindered", error=str(error), hint="the lanes keep what isn't stored yet; it is tried again"
-            )
-        self._hindered = str(error)
+        if error and error != self._hindered:
+            log.error("keeper.hindered", error=error, hint="the lanes keep what isn't stored yet; it is tried again")
+        self._hindered = error
 
     def _step(self) -> bool:
         """A group of records; where there is no room for it, a compaction comes soon. Raises StoreFailed."""

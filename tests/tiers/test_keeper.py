@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tests.tiers import forked
 from tests.tiers.forked import Forked
@@ -518,6 +519,29 @@ def test_what_was_committed_is_synced_though_nothing_more_is_taken(
     keeper._tick()
     assert lane.tail == lane.head and not keeper._drain._unsynced
     monkeypatch.undo()
+    keeper._finish()
+
+
+def test_what_hinders_a_keeper_is_said_once_and_again_when_it_comes_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Keeper(world.paths, world.settings, orphan_s=0)
+
+    def refused(what: str) -> Callable[[], bool]:
+        def refuse() -> bool:
+            raise OSError(errno.EMFILE, "Too many open files", what)
+
+        return refuse
+
+    with capture_logs() as events:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(keeper._drain, "step", refused("lanes"))
+                patch.setattr(keeper, "_look_for_host", refused("host"))
+                for _ in range(3):
+                    assert not keeper._tick()
+            keeper._tick()
+    assert [event["event"] for event in events].count("keeper.hindered") == 2
     keeper._finish()
 
 
