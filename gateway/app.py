@@ -103,12 +103,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
     try:
         await runner.setup()
         await _listen(config, runner)
-        ended: list[Stream] = []
-        streams = gateway.table.load_live(ended.append, every=gateway.sessions.to_rebuild)
-        gateway.groups.load()
-        for session in gateway.sessions.read_back([*ended, *streams]):
-            gateway.durability.doubt(session)
-        gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
+        _read_back(gateway)
         tasks.spawn(heartbeat.beat_for_ever(config.paths.beat("gateway")))
         tasks.spawn(gateway.supervisors.run())
         tasks.spawn(gateway.host.run())
@@ -137,6 +132,16 @@ async def serve(config: GatewayConfig, stop: asyncio.Event | None = None) -> Non
         gateway.durability.journals.close()
         gateway.sessions.close()
         log.info("gateway.stopped", live_streams=len(gateway.table.live))
+
+
+def _read_back(gateway: Gateway) -> None:
+    """Streams of an earlier process, from their journals: their sessions, then those that have not ended go on."""
+    ended: list[Stream] = []
+    streams = gateway.table.load_live(ended.append, every=gateway.sessions.to_rebuild)
+    gateway.groups.load()
+    for session in gateway.sessions.read_back([*ended, *streams]):
+        gateway.durability.doubt(session)
+    gateway.dispatcher.resume_all(streams, gateway.host.subscribed)
 
 
 def check_listen(config: GatewayConfig) -> None:

@@ -470,7 +470,9 @@ class SessionTable:
 def other_choices(stream: Stream, streams: Sequence[Stream]) -> list[str]:
     """Of these streams, those that answer the same request."""
     group = stream.spec.group
-    others = [other for other in streams if group and other.spec.group == group and other is not stream]
+    if not group:
+        return []  # of thousands that are read back few answer with others
+    others = [other for other in streams if other.spec.group == group and other is not stream]
     return [other.id for other in sorted(others, key=lambda other: other.spec.choice)]
 
 
