@@ -205,10 +205,8 @@ def _check_key(request: web.Request) -> None:
     caller = keys.caller(request.headers.get("Authorization", ""))
     if caller is None:
         raise unauthorized()
-    changes = request.method not in ("GET", "HEAD")
-    if (
-        changes and not keys and request.headers.get("Sec-Fetch-Site") == "cross-site"
-    ):  # as browsers say, whatever the page
+    is_foreign = request.headers.get("Sec-Fetch-Site") == "cross-site"  # as browsers say, whatever the page
+    if is_foreign and not keys and request.method not in ("GET", "HEAD"):
         raise foreign_page(request.headers.get("Origin", "another site"))
     request[CALLER] = caller
     resource = request.match_info.route.resource

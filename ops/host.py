@@ -492,9 +492,8 @@ class HostAgent:
             return await self._nursery.spawn(engine, incarnation)
         arguments = ("--engine", engine, "--incarnation", str(incarnation))
         command = ChildCommand(engine, self._engine_module, self._engine_settings, arguments, with_parent=False)
-        with open(
-            os.memfd_create("settings"), "w+b"
-        ) as given:  # a pipe holds 64 KB, and the loop would wait for the child to read
+        # No pipe: that holds 64 KB, and the loop would wait for the child to read.
+        with open(os.memfd_create("settings"), "w+b") as given:
             given.write(command.input)
             given.seek(0)
             popen = subprocess.Popen(

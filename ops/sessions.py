@@ -124,9 +124,8 @@ def _list_now(here: Installation, record: SessionRecord) -> _ListNow:
     """As a gateway that starts now would have it: from the journals of what it was answering, else that of the turn which ended last."""
     sealing, tokens, unfinished = Sealing(Keyring.from_environment()), b"", []
     for stream in record.streams:
-        with contextlib.suppress(
-            Locked, OSError
-        ):  # OSError: a bad sector, which `verify` names; a gateway passes over it, too
+        # OSError: a bad sector, which `verify` names; a gateway passes over it, too.
+        with contextlib.suppress(Locked, OSError):
             found = read_unfinished(here.paths.journal(stream), sealing.opens_journal(stream))
             if found is not None:
                 unfinished.append(stream)
