@@ -34,6 +34,7 @@ from engine.capture.handlers import Delta, HandlerDevice, PageRegion
 from engine.capture.plain import PlainDevice
 from engine.capture.regions import memory_of
 from engine.errors import OtherState
+from tiers.store_file import sync_file
 
 log = structlog.get_logger()
 
@@ -224,7 +225,7 @@ class OpaqueLog:
         os.close(self._file)
         self._file, self._end, self._base_bytes = file, end, end
         if self.sync:  # else a loss of power brings the old file back, without what is appended to the new one
-            _sync_directory(self.path.parent)
+            sync_file(self.path.parent)
 
     # ------------------------------------------------------------ restore
 
@@ -301,15 +302,6 @@ def _write_all(file: int, parts: list[memoryview], at: int) -> int:
             written = os.pwrite(file, view[: 1 << 30], at)
             view, at = view[written:], at + written
     return at
-
-
-def _sync_directory(directory: Path) -> None:
-    """Names in it are on the disk when this returns."""
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _read_all(file: int, count: int, at: int) -> memoryview:

@@ -28,7 +28,7 @@ from tiers import keeper_client
 from tiers.errors import BadFile, OtherFormat, StoreFailed
 from tiers.lock import hold, is_held
 from tiers.paths import Paths
-from tiers.store_file import hint_of, opening
+from tiers.store_file import hint_of, opening, sync_file
 from tiers.whole_file import refuse_short
 
 FORMAT = "concordia-backup"
@@ -109,8 +109,8 @@ def backup(
         manifest = _fill(paths, draft, about, map_bytes, progress, limit_mb_s)
         draft.rename(target)
         (target / LOCK).unlink()
-        _sync_directory(target)
-        _sync_directory(target.parent)
+        sync_file(target)
+        sync_file(target.parent)
     finally:
         os.close(lock)
     return manifest
@@ -294,12 +294,6 @@ def _sync_tree(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 # ---------------------------------------------------------------- check and restore
 
 
@@ -413,7 +407,7 @@ def restore(source: Path, paths: Paths, *, progress: Progress = _silent) -> Back
     if (draft / paths.config.name).exists() and not paths.config.exists():
         (draft / paths.config.name).rename(paths.config)
     shutil.rmtree(draft)
-    _sync_directory(paths.data_dir)
+    sync_file(paths.data_dir)
     return manifest
 
 
@@ -423,6 +417,7 @@ def _link_as_before(place: Path, made: Path) -> None:
         there = place.resolve()
         beside = next(path for n in range(1 << 20) if not (path := there.with_name(f"{there.name}-{n}")).exists())
         beside.mkdir(mode=0o700)
+        sync_file(there.parent)  # the draft's own sync ends at the link
         made.unlink(missing_ok=True)
         made.symlink_to(beside)
 

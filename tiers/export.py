@@ -27,6 +27,7 @@ from tiers.export_seal import SCRYPT, SEALING_BYTES, ExportKeys, FileSealer, Loc
 from tiers.group import Group
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, is_possible, point_id
 from tiers.lock import hold
+from tiers.store_file import sync_file
 from tiers.track import PointPlace, Sealed, Track
 from tiers.values import RootInfo
 from tiers.view import StoreReader, View
@@ -244,9 +245,7 @@ class Exporter:
         size = self._file.tell()
         self._file.close()
         self.part.replace(self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        sync_file(self.path.parent)
         return size
 
     def abandon(self) -> None:
