@@ -192,10 +192,8 @@ class LaneWriter:
         self._before_reuse: Callable[[], None] | None = None
         self._words[INCARNATION_WORD] = incarnation
         self._head, self._head_bytes = self._find_head()
-        self._oldest = (
-            -1,
-            max(0, self._head_bytes - lane_bytes),
-        )  # number of the first record that isn't freed, its payload's place
+        # The first record that isn't freed, and where its payload begins: no lower than a ring below the head.
+        self._oldest = -1, max(0, self._head_bytes - lane_bytes)
         self._reserved_bytes = self._find_reserved()
 
     @classmethod
