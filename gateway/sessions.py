@@ -8,6 +8,7 @@ borrows the beginning of a list which is stored once, under its digest, for as l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import math
@@ -265,7 +266,8 @@ class SessionTable:
     def _rebuilt(self) -> None:
         """On the thread, after all of it was written."""
         if not self._refused:
-            self._to_rebuild.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # then the next process reads the journals once more
+                self._to_rebuild.unlink(missing_ok=True)
 
     def positions(self, stream: Stream) -> tuple[int, int]:
         """(captured, durable) of the list of a turn that has not ended."""

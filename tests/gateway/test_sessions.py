@@ -241,6 +241,18 @@ def test_a_table_that_can_not_be_read_is_set_aside_and_what_can_be_is_saved(tmp_
     whole.close()
 
 
+async def test_a_mark_that_can_not_be_removed_ends_no_writer(tmp_path: Path) -> None:
+    (tmp_path / "rebuild").mkdir()
+    table = SessionTable(tmp_path)
+    table.read_back([])
+    assert await table.written(5) == ""
+    table.adopt(RECORD, LIST)
+    table.close()
+    again = SessionTable(tmp_path)
+    assert again.tokens("s") == LIST
+    again.close()
+
+
 def test_a_table_whose_environment_is_done_for_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the disk failed at a root page LMDB takes nothing more, until it is opened anew."""
     monkeypatch.setattr("gateway.sessions.LOOK_S", 0.01)
