@@ -53,9 +53,9 @@ class ChatTemplate:
             raise bad_request(f"chat_template_kwargs: {name} is not yours to set", "chat_template_kwargs")
         if not self._knows_developer:  # such a template drops that role, or writes one that its model never saw
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if not self._knows_tools:
+            messages, tools = told_in_text(messages, tools or []), None
         try:
-            if not self._knows_tools:
-                messages, tools = told_in_text(messages, tools or []), None
             text = self._template.render(
                 messages=messages,
                 tools=tools or None,
