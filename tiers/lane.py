@@ -270,7 +270,7 @@ class LaneWriter:
 
     def _find_reserved(self) -> int:
         """End of the newest reservation; the furthest that it can have been, if the word that says so was damaged."""
-        said, furthest = self._words[RESERVED_WORD], self._tail_bytes() + self.lane_bytes
+        said, furthest = self._words[RESERVED_WORD], self._tail_bytes(self.tail) + self.lane_bytes
         return said if self._head_bytes <= said <= furthest else furthest
 
     def _entry(self, number: int) -> RecordHeader | None:
@@ -299,16 +299,15 @@ class LaneWriter:
     @property
     def free_bytes(self) -> int:
         """Bytes of the ring that no unfreed record uses. A payload is contiguous, so a little less can be had in one piece."""
-        return self.lane_bytes - (self._head_bytes - self._tail_bytes())
+        return self.lane_bytes - (self._head_bytes - self._tail_bytes(self.tail))
 
     @property
     def ring(self) -> np.ndarray:
         """The memory of all payloads (uint8): for a device that writes frames in place to register."""
         return self._ring
 
-    def _tail_bytes(self) -> int:
+    def _tail_bytes(self, tail: int) -> int:
         """Where the payload of the first record begins that isn't freed: what lies before it may be written over."""
-        tail = self.tail
         if tail >= self._head:
             return self._head_bytes
         if tail != self._oldest[0]:
@@ -482,7 +481,7 @@ class LaneWriter:
         if place + size > ring:  # a payload is contiguous: skip to the start of the ring
             offset += ring - place
         tail = self.tail
-        if offset + size - self._tail_bytes() > ring or number - tail >= self.record_count - 1:
+        if offset + size - self._tail_bytes(tail) > ring or number - tail >= self.record_count - 1:
             raise LaneFull(
                 f"no room for {payload_bytes} bytes", where=str(self.path), cause=f"{self._head - tail} records wait"
             )
