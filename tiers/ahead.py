@@ -19,7 +19,7 @@ from tiers.lane_format import RecordHeader, RecordType
 from tiers.lane_reader import LaneReader, LaneRef
 from tiers.layout import BlockId, SequenceId
 from tiers.store import Store
-from tiers.track import Part, Sealed, Track, open_track
+from tiers.track import Part, Track, WholeBlock, open_track
 from tiers.values import KIND_BLOCK, frame_offset, pack_value
 
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class Ahead:
         """Whether this record's checksum was found right since the last group."""
         return self._verified.get((lane.lane_id, header.number)) == header
 
-    def value(self, block: Sealed) -> np.ndarray | None:
+    def value(self, block: WholeBlock) -> np.ndarray | None:
         """A block's whole value (uint8), if it was made of these very parts. Valid until the next `start`."""
         parts, value = self._values.pop(block.id, (None, None))
         return value if parts == block.parts else None
@@ -117,7 +117,7 @@ class Ahead:
 
     def _foresee(
         self, lane: LaneReader, header: RecordHeader, tracks: dict[SequenceId, Track], foreseen: dict[SequenceId, Track]
-    ) -> list[tuple[Track, Sealed]]:
+    ) -> list[tuple[Track, WholeBlock]]:
         """Verify a record; the blocks that it will make whole."""
         sequence = header.sequence
         if sequence not in foreseen and sequence in tracks:
@@ -132,17 +132,17 @@ class Ahead:
         if sequence not in foreseen:
             return []
         track = foreseen[sequence]
-        sealed = track.add(header.token_start, header.token_end, lane.tokens(header), LaneRef(lane, header))
-        return [(track, block) for block in sealed or ()]
+        whole = track.add(header.token_start, header.token_end, lane.tokens(header), LaneRef(lane, header))
+        return [(track, block) for block in whole or ()]
 
-    def _is_new(self, store: Store, block: Sealed) -> bool:
+    def _is_new(self, store: Store, block: WholeBlock) -> bool:
         """Whether a block is neither stored nor ready, and made of records in lanes alone."""
         if block.id in self._values or not all(isinstance(part.source, LaneRef) for part in block.parts):
             return False
         with store.snapshot() as view:
             return view.node(block.id) is None
 
-    def _build(self, track: Track, block: Sealed, used: int) -> int:
+    def _build(self, track: Track, block: WholeBlock, used: int) -> int:
         """Build a block's value in the first buffer after `used` others; returns how many buffers that takes."""
         count, layout = len(block.tokens) // 4, track.layout
         size = frame_offset(count) + layout.frame_bytes(count)

@@ -23,7 +23,7 @@ from tiers.group import Group
 from tiers.lane_format import RecordHeader, RecordType
 from tiers.lane_reader import LaneReader, LaneRef, LaneSet
 from tiers.layout import RootId, SequenceId, block_chain, chain_root
-from tiers.track import Part, Sealed, Track, open_track
+from tiers.track import Part, Track, WholeBlock, open_track
 from tiers.values import RootInfo, StreamOwner, stream_key
 
 log = structlog.get_logger()
@@ -161,14 +161,14 @@ class Assembly:
         self.dirty[header.sequence] = track
         source = LaneRef(lane, header)
         position = track.position
-        sealed = track.add(header.token_start, header.token_end, lane.tokens(header), source)
-        if sealed is None:
+        whole = track.add(header.token_start, header.token_end, lane.tokens(header), source)
+        if whole is None:
             text = f"rows [{header.token_start}, {header.token_end}) after {track.position} at {where}"
             self._report(header.sequence, "drain.gap", text)
             return
         self._counts["captured_bytes"] += track.layout.frame_bytes(max(0, track.position - position))
-        for block in sealed:
-            if not self._seal(group, track, header.sequence, block, source):
+        for block in whole:
+            if not self._store_block(group, track, header.sequence, block, source):
                 track.end_before(block)
                 return
 
@@ -228,7 +228,9 @@ class Assembly:
 
     # ------------------------------------------------------------ blocks and tails
 
-    def _seal(self, group: Group, track: Track, sequence: SequenceId, block: Sealed, newest: LaneRef) -> bool:
+    def _store_block(
+        self, group: Group, track: Track, sequence: SequenceId, block: WholeBlock, newest: LaneRef
+    ) -> bool:
         """Store a block that became whole, unless it is there, and drop the tail pieces that it supersedes.
 
         newest  the record that made it whole. Returns whether the block is stored: what waited for it may have gone bad
@@ -246,9 +248,9 @@ class Assembly:
                 self._counts["bad_blocks"] += 1
                 log.warning("drain.bad_block", error=str(error))
                 return False
-            failpoints.reach("drain.seal.before")
+            failpoints.reach("drain.assemble.before")
             group.put_block(track, block, value)
-            failpoints.reach("drain.seal.after")
+            failpoints.reach("drain.assemble.after")
             self._counts["blocks_put"] += 1
         for part in block.parts:
             if isinstance(part.source, bytes):
@@ -273,7 +275,7 @@ class Assembly:
             frames.append((frame, count, start, end))
         track.layout.join(frames, out)
 
-    def _drop_superseded(self, group: Group, own: Track, sequence: SequenceId, block: Sealed) -> None:
+    def _drop_superseded(self, group: Group, own: Track, sequence: SequenceId, block: WholeBlock) -> None:
         """Tails of the session's ended sequences that hold nothing but the first tokens of this block.
 
         Other sessions keep theirs: this block goes when its own session leaves it behind.

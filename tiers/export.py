@@ -28,7 +28,7 @@ from tiers.group import Group
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_chain, is_possible, point_id
 from tiers.lock import hold
 from tiers.store_file import sync_file
-from tiers.track import PointPlace, Sealed, Track
+from tiers.track import PointPlace, Track, WholeBlock
 from tiers.values import RootInfo
 from tiers.view import StoreReader, View
 
@@ -616,7 +616,7 @@ def _put_state(
         fresh = _lacks(group, ids[whole + 1], groups)
         if fresh:
             frame = np.frombuffer(item.payload[STATE.size :], np.uint8)
-            group.put_frame(track, Sealed(ids[whole + 1], ids[whole], start, tokens, []), frame, groups)
+            group.put_frame(track, WholeBlock(ids[whole + 1], ids[whole], start, tokens, []), frame, groups)
         track.parent, track.block_start = ids[whole + 1], start + count
     else:
         fresh = not group.tails(ids[whole], sequence)

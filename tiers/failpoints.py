@@ -18,7 +18,7 @@ NAMES = tuple(
         "append.payload",
         "append.commit_word",
         "drain.put",
-        "drain.seal",
+        "drain.assemble",
         "drain.commit",
         "drain.sync",
         "drain.free",

@@ -18,7 +18,7 @@ from tiers.errors import BadBlock
 from tiers.keys import Keyring, is_sealed
 from tiers.layout import ALL_GROUPS, BlockId, Layout, RootId, SequenceId, chain_root
 from tiers.store_file import reach
-from tiers.track import PointPlace, Sealed, Track
+from tiers.track import PointPlace, Track, WholeBlock
 from tiers.usage import base_tenant, tail_tenant
 from tiers.values import (
     KIND_BLOCK,
@@ -103,7 +103,7 @@ class Group(View):
             return False
         return True
 
-    def put_block(self, track: Track, block: Sealed, value: np.ndarray | None = None) -> None:
+    def put_block(self, track: Track, block: WholeBlock, value: np.ndarray | None = None) -> None:
         """Store a block whose frame was built in `frame_buffer`, or whose whole value (uint8) is given."""
         count = len(block.tokens) // 4
         if value is None:
@@ -130,7 +130,7 @@ class Group(View):
             self._count(old.tenant, "blocks", -1, -disk_bytes(old.value_bytes))
         self._count(tenant, "blocks", 1, disk_bytes(size))
 
-    def put_frame(self, track: Track, block: Sealed, frame: np.ndarray, groups: int = ALL_GROUPS) -> None:
+    def put_frame(self, track: Track, block: WholeBlock, frame: np.ndarray, groups: int = ALL_GROUPS) -> None:
         """Store a block with a frame (uint8) that has the groups of the mask: one that compaction has thinned out, and is imported."""
         count, absent = len(block.tokens) // 4, ALL_GROUPS & ~groups
         value = self._scratch.room(frame_offset(count) + frame.size)
@@ -187,7 +187,7 @@ class Group(View):
         self.put_bytes += len(stored)
         return len(stored)
 
-    def _put_child(self, namespace: str, block: Sealed) -> None:
+    def _put_child(self, namespace: str, block: WholeBlock) -> None:
         """A block's place among its parent's children, ordered by tokens; where those are to be hidden, by id."""
         if self.keys.has(namespace):
             self._put_sealed(namespace, "children", block.parent + block.id, block.tokens)
@@ -328,7 +328,7 @@ class Group(View):
         """Note a stored block's place among its parent's children."""
         node = self.node(block)
         tenant = self.tenant(node.tenant) if node is not None else None
-        self._put_child(tenant.namespace if tenant is not None else "", Sealed(block, parent, 0, tokens, []))
+        self._put_child(tenant.namespace if tenant is not None else "", WholeBlock(block, parent, 0, tokens, []))
 
     def delete_raw(self, database: str, key: bytes) -> None:
         """Remove a small record that nothing is counted of."""

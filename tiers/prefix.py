@@ -22,7 +22,7 @@ from tiers.lane_format import RecordHeader, RecordType
 from tiers.lane_reader import LaneReader, LaneRef, LaneSet
 from tiers.layout import ALL_GROUPS, BlockId, Layout, PointId, RootId, SequenceId, block_id, chain_root, point_id
 from tiers.pages import ReadAhead
-from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+from tiers.track import Part, Track, WholeBlock, common_tokens, cut_parts, open_track
 from tiers.values import Value
 from tiers.view import EmptyView, View
 
@@ -102,8 +102,8 @@ class LaneIndex:
 
     def _clear(self) -> None:
         self._seen.clear()
-        self.blocks: dict[BlockId, Sealed] = {}
-        self.children: dict[BlockId, list[Sealed]] = {}
+        self.blocks: dict[BlockId, WholeBlock] = {}
+        self.children: dict[BlockId, list[WholeBlock]] = {}
         self.tracks: dict[SequenceId, Track | None] = {}
         self.points: dict[BlockId, dict[PointId, tuple[int, int, LaneRef]]] = {}  # by parent: (count, kind, where)
 
@@ -142,8 +142,8 @@ class LaneIndex:
                 entry = len(place.tokens) // 4, lane.point_kind(header), LaneRef(lane, header)
                 self.points.setdefault(place.parent, {})[place.id] = entry
         elif track is not None:
-            sealed = track.add(header.token_start, header.token_end, lane.tokens(header), LaneRef(lane, header))
-            for block in sealed or ():
+            whole = track.add(header.token_start, header.token_end, lane.tokens(header), LaneRef(lane, header))
+            for block in whole or ():
                 if block.id not in self.blocks:
                     self.blocks[block.id] = block
                     self.children.setdefault(block.parent, []).append(block)
@@ -184,9 +184,9 @@ class Reading:
             block = packed[4 * at : 4 * (at + block_tokens)]
             child = block_id(parent, block)
             if at + block_tokens > start:
-                sealed = self._index.blocks.get(child)
-                if sealed is not None:
-                    _append(extents, sealed.parts, at, start)
+                whole = self._index.blocks.get(child)
+                if whole is not None:
+                    _append(extents, whole.parts, at, start)
                 elif (node := self._view.node(child)) is not None:
                     skip = max(start - at, 0)
                     end = at + block_tokens
@@ -210,8 +210,8 @@ class Reading:
 
     def _candidates(self, parent: BlockId, rest: bytes, block_tokens: int) -> Iterator[tuple[bytes, list[Part]]]:
         """(tokens, parts) of what follows `parent`: blocks and unfinished blocks, in lanes and on disk."""
-        for sealed in self._index.children.get(parent, ()):
-            yield sealed.tokens, sealed.parts
+        for whole in self._index.children.get(parent, ()):
+            yield whole.tokens, whole.parts
         for track in self._index.tracks.values():
             if track is not None and track.parent == parent:
                 yield track.tokens, track.parts

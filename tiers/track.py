@@ -44,7 +44,7 @@ class PointPlace(NamedTuple):
     tokens: bytes
 
 
-class Sealed(NamedTuple):
+class WholeBlock(NamedTuple):
     """A block that became whole."""
 
     id: BlockId
@@ -72,9 +72,9 @@ class Track:
     tokens: bytes = b""
     parts: list[Part] = field(default_factory=list)
     saved: tuple[Any, ...] = ()  # what the keeper has stored of its progress last
-    passed: dict[int, tuple[BlockId, bytes]] = field(default_factory=dict)  # newest sealed blocks, by token_start
+    passed: dict[int, tuple[BlockId, bytes]] = field(default_factory=dict)  # newest whole blocks, by token_start
 
-    def add(self, token_start: int, token_end: int, tokens: bytes, source: Any) -> list[Sealed] | None:
+    def add(self, token_start: int, token_end: int, tokens: bytes, source: Any) -> list[WholeBlock] | None:
         """Take the rows [token_start, token_end) of a record's frame; return the blocks that are whole now.
 
         Rows that are there already are skipped, so a replay changes nothing. None: there is a gap before token_start,
@@ -82,7 +82,7 @@ class Track:
         """
         if token_start > self.position:
             return None
-        sealed: list[Sealed] = []
+        whole: list[WholeBlock] = []
         frame = Part(source, token_end - token_start, 0, token_end - token_start)
         while self.position < token_end:
             end = min(token_end, self.block_start + self.block_tokens)
@@ -91,18 +91,18 @@ class Track:
             self.tokens += tokens[4 * start : 4 * (end - token_start)]
             self.position = end
             if end == self.block_start + self.block_tokens:
-                sealed.append(self._seal())
-        return sealed
+                whole.append(self._finish_block())
+        return whole
 
-    def _seal(self) -> Sealed:
-        block = Sealed(block_id(self.parent, self.tokens), self.parent, self.block_start, self.tokens, self.parts)
+    def _finish_block(self) -> WholeBlock:
+        block = WholeBlock(block_id(self.parent, self.tokens), self.parent, self.block_start, self.tokens, self.parts)
         self.passed[self.block_start] = self.parent, self.tokens
         if len(self.passed) > PASSED_BLOCKS:
             del self.passed[next(iter(self.passed))]
         self.parent, self.block_start, self.tokens, self.parts = block.id, self.position, b"", []
         return block
 
-    def end_before(self, block: Sealed) -> None:
+    def end_before(self, block: WholeBlock) -> None:
         """Be as far as before a block that can't be stored: nothing after it could be restored."""
         self.parent, self.block_start, self.position = block.parent, block.token_start, block.token_start
         self.tokens, self.parts = b"", []

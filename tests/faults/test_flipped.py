@@ -375,9 +375,9 @@ def test_flipped_small_record_leads_to_no_wrong_rows_and_no_endless_work(
             track = group.load_track(sequence("a"))
             if track is not None and track.position == len(TOKENS):
                 longer = np.concatenate([TOKENS, OTHER])
-                sealed = track.add(len(TOKENS), len(longer), OTHER.tobytes(), b"")
+                whole = track.add(len(TOKENS), len(longer), OTHER.tobytes(), b"")
                 chain = block_chain(ROOT, "default", longer, track.block_tokens)
-                assert track.block_tokens != BLOCK or {block.id for block in sealed or ()} <= set(chain)
+                assert track.block_tokens != BLOCK or {block.id for block in whole or ()} <= set(chain)
             raise Dropped
     drain.close()
 

@@ -15,7 +15,7 @@ from tiers.drain import Drain
 from tiers.errors import StoreFailed
 from tiers.lane_format import data_offset
 from tiers.lane_reader import LaneReader
-from tiers.track import Sealed
+from tiers.track import WholeBlock
 
 TOKENS = some_tokens(30 * BLOCK + 3)
 CUTS = [5, 8, 16, 19, 43, 44, 45, 46, 80, 81, 120, 160, 161, 200, len(TOKENS)]
@@ -33,7 +33,7 @@ def uses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(Ahead, "_run", lambda *_: None)
     value = Ahead.value
 
-    def noted(self: Ahead, block: Sealed) -> np.ndarray | None:
+    def noted(self: Ahead, block: WholeBlock) -> np.ndarray | None:
         found = value(self, block)
         used.append(found is not None)
         return found

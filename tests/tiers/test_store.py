@@ -13,7 +13,7 @@ from tiers.errors import BadBlock, OtherFormat, StoreFailed
 from tiers.lane_format import OpenPayload
 from tiers.layout import BlockId, block_chain, block_id
 from tiers.store import Store
-from tiers.track import Part, Sealed, Track, common_tokens, cut_parts, open_track
+from tiers.track import Part, Track, WholeBlock, common_tokens, cut_parts, open_track
 from tiers.values import KIND_BLOCK, frame_offset, pack_value, unpack_value
 from tiers.view import StoreReader
 
@@ -33,7 +33,7 @@ def new_track() -> Track:
 
 
 def put_block(store: Store, parent: BlockId, tokens: np.ndarray, start: int = 0) -> BlockId:
-    block = Sealed(block_id(parent, tokens), parent, start, tokens.tobytes(), [])
+    block = WholeBlock(block_id(parent, tokens), parent, start, tokens.tobytes(), [])
     with store.group() as group:
         group.frame_buffer(len(tokens), LAYOUT)[:] = rows(start, tokens)
         group.put_block(new_track(), block)
@@ -59,7 +59,7 @@ def test_frame_of_a_large_value_is_aligned(store: Store) -> None:
         track = new_track()
         track.layout = type(LAYOUT)(((16, 256),))
         group.frame_buffer(BLOCK, track.layout)[:] = 7
-        group.put_block(track, Sealed(block_id(CHAIN[0], tokens), CHAIN[0], 0, tokens.tobytes(), []))
+        group.put_block(track, WholeBlock(block_id(CHAIN[0], tokens), CHAIN[0], 0, tokens.tobytes(), []))
     with store.snapshot() as view:
         big = view.block(block_id(CHAIN[0], tokens)).frame
         assert big.size == 16 * 256 * BLOCK and big.__array_interface__["data"][0] % 64 == 0
@@ -101,7 +101,7 @@ def test_short_value_is_a_bad_block(size: int) -> None:
 
 def test_block_under_another_id_is_a_bad_block(store: Store) -> None:
     put_block(store, CHAIN[0], TOKENS[:BLOCK])
-    other = Sealed(CHAIN[2], CHAIN[0], 0, TOKENS[:BLOCK].tobytes(), [])
+    other = WholeBlock(CHAIN[2], CHAIN[0], 0, TOKENS[:BLOCK].tobytes(), [])
     with store.group() as group:
         group.frame_buffer(BLOCK, LAYOUT)[:] = rows(0, TOKENS[:BLOCK])
         group.put_block(new_track(), other)
@@ -177,11 +177,11 @@ def test_reader_follows_a_replaced_store(world: World) -> None:
 def test_track_seals_blocks_and_keeps_the_rest() -> None:
     track = new_track()
     assert track.add(0, 5, TOKENS[:5].tobytes(), "one") == []
-    sealed = track.add(5, 20, TOKENS[5:20].tobytes(), "two")
-    assert sealed is not None
-    assert [block.id for block in sealed] == CHAIN[1:3]
-    assert sealed[0].parts == [Part("one", 5, 0, 5), Part("two", 15, 0, 3)]
-    assert sealed[1].parts == [Part("two", 15, 3, 11)]
+    whole = track.add(5, 20, TOKENS[5:20].tobytes(), "two")
+    assert whole is not None
+    assert [block.id for block in whole] == CHAIN[1:3]
+    assert whole[0].parts == [Part("one", 5, 0, 5), Part("two", 15, 0, 3)]
+    assert whole[1].parts == [Part("two", 15, 3, 11)]
     assert (track.parent, track.block_start, track.position) == (CHAIN[2], 16, 20)
     assert track.parts == [Part("two", 15, 11, 15)] and track.tokens == TOKENS[16:20].tobytes()
 
