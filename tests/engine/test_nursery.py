@@ -18,7 +18,7 @@ def nursery(tmp_path: Path) -> Iterator[Nursery]:
     paths.make()
     made = Nursery({"data_dir": str(paths.data_dir), "lane_dir": str(paths.lane_dir)}, lambda *_: 0)
     yield made
-    for each in (made._listener, made._wake_read, made._wake_write, made._selector):
+    for each in (made._acceptor, made._listener, made._wake_read, made._wake_write, made._selector):
         each.close()
 
 
