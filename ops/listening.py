@@ -26,8 +26,15 @@ def check_port(host: str, port: int) -> None:
 def listen(host: str, port: int) -> list[socket.socket]:
     """The sockets that gateways inherit. Raises what `bind` does."""
     bound = bind(host, port)
-    for listening in bound:
-        listening.listen(BACKLOG)
+    with contextlib.ExitStack() as undo:
+        for held in bound:
+            undo.enter_context(held)
+        try:
+            for held in bound:
+                held.listen(BACKLOG)
+        except OSError as error:  # somebody else had bound it as well, and listens first
+            raise _taken(host, port, error) from error
+        undo.pop_all()
     return bound
 
 
@@ -50,9 +57,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 bound.append(undo.enter_context(_bound(family, kind, protocol, address)))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise AlreadyRunning(
-                        f"{host}:{port} can't be listened on ({error.strerror or error}); choose another with --port"
-                    ) from error
+                    raise _taken(host, port, error) from error
                 missing = error  # such as ::1 of `localhost` where there is no IPv6
         if missing is not None and not bound:
             raise _other_host(host, missing) from missing
@@ -71,6 +76,10 @@ def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket
         made.close()
         raise
     return made
+
+
+def _taken(host: str, port: int, error: OSError) -> AlreadyRunning:
+    return AlreadyRunning(f"{host}:{port} can't be listened on ({error.strerror or error}); choose another with --port")
 
 
 def _other_host(host: str, error: OSError | UnicodeError) -> ConfigError:

@@ -433,6 +433,21 @@ def test_a_taken_port_is_said_at_once() -> None:
             listening.check_port("127.0.0.1", taken.getsockname()[1])
 
 
+def test_of_two_that_begin_to_serve_at_once_one_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind, port = listening.bind, free_port()
+    (rival,) = bind("127.0.0.1", port)
+
+    def overtaken(*given: Any) -> list[socket.socket]:
+        bound = bind(*given)
+        rival.listen()
+        return bound
+
+    monkeypatch.setattr(listening, "bind", overtaken)
+    with pytest.raises(AlreadyRunning, match="choose another with --port"):
+        listening.listen("127.0.0.1", port)
+    rival.close()
+
+
 def test_a_second_serve_is_told_who_holds_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
