@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 
 import lmdb
@@ -333,6 +334,29 @@ async def test_a_table_of_sessions_that_was_damaged_is_made_anew_from_the_journa
         assert (await world.get("/v1/sessions/old?tokens=1"))["token_ids"] == tokens
         await world.kill_gateway()
     assert not (world.config.paths.sessions / "rebuild").exists()
+
+
+async def test_a_damaged_record_of_a_session_is_made_anew_from_all_of_its_journals(world: World) -> None:
+    """Also from those that were closed long before the gateway died."""
+    for _ in range(3):
+        await world.events("POST", "/v1/chat/completions", chat(session_id="old"))
+    before = await world.get("/v1/sessions/old?tokens=1")
+    paths = world.config.paths
+    for path in paths.journal_dir.glob("*.journal"):
+        os.utime(path, (time.time() - 3600,) * 2)
+    await world.events("POST", "/v1/chat/completions", chat(session_id="new"))
+    await world.kill_gateway()
+    with lmdb.open(str(paths.sessions), max_dbs=2) as table, table.begin(write=True) as changing:
+        records = table.open_db(b"records", changing)
+        flipped = bytearray(changing.get(b"old", db=records))
+        flipped[-1] ^= 1
+        changing.put(b"old", bytes(flipped), db=records)
+    await world.start_gateway()
+    after = await world.get("/v1/sessions/old?tokens=1")
+    assert after["turns"] == 3
+    assert {name: after[name] for name in ("streams", "token_ids")} == {
+        name: before[name] for name in ("streams", "token_ids")
+    }
 
 
 async def delivered(world: World, tokens: int, streams: int = 1) -> list[str] | bool:
