@@ -231,7 +231,8 @@ class SessionTable:
     def read_back(self, streams: Sequence[Stream]) -> list[str]:
         """Streams of a process that was killed: of what their journals tell, write what it had not written here yet.
 
-        After the table or a record of it was damaged (`to_rebuild`): all that they tell of turns, oldest first. Returns the sessions that it is of
+        After the table or a record of it was damaged (`to_rebuild`): all that they tell of turns, oldest first.
+        Returns the sessions that it is of
         """
         found = []
         for stream in sorted(streams, key=lambda stream: stream.end.ended if stream.end else math.inf):

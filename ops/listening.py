@@ -65,6 +65,15 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
+def send_away(port: list[socket.socket]) -> None:
+    """End the connections that nobody has accepted: nobody will soon, and their clients are to hear of it."""
+    for held in port:
+        held.setblocking(False)
+        with contextlib.suppress(OSError):  # BlockingIOError: no more of them
+            while True:
+                held.accept()[0].close()
+
+
 def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     try:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,6 +220,7 @@ class KeptProcess:
         give_up_after: int = 0,
         fatal: tuple[int, ...] = (),
         watchdog: Watchdog | None = None,
+        on_death: Callable[[int], None] = lambda deaths: None,
     ) -> None:
         self.command = command
         self.started_count = 0
@@ -228,6 +230,7 @@ class KeptProcess:
         self._give_up_after = give_up_after
         self._fatal = fatal  # exit codes that say: starting it again won't help
         self._watchdog = watchdog
+        self._on_death = on_death  # told how many there were in a row, before the wait
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._done = asyncio.Event()
@@ -255,6 +258,7 @@ class KeptProcess:
                     )
                 wait_s = self._backoff.wait_s(deaths)
                 log.warning("supervise.died", child=self.command.name, exit=code, deaths=deaths, wait_s=wait_s)
+                self._on_death(deaths)
                 await asyncio.sleep(wait_s)
         finally:
             self._pid_path.unlink(missing_ok=True)

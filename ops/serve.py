@@ -70,8 +70,13 @@ class Supervisor:
         )  # fmt: skip
         self._gateway = KeptProcess(
             gateway, self._paths.pid_file("gateway"), backoff, give_up_after=QUICK_DEATHS,
-            watchdog=self._watchdog("gateway"),
+            watchdog=self._watchdog("gateway"), on_death=self._gateway_died,
         )  # fmt: skip
+
+    def _gateway_died(self, deaths: int) -> None:
+        """Who connects waits for the next one, but not for one that can't start."""
+        if deaths >= QUICK_DEATHS:
+            listening.send_away(self._port)
 
     def _watchdog(self, name: str) -> Watchdog:
         return Watchdog(self._paths.beat(name), self.config.host.silent_limit_s, self.config.host.spin_limit_s)
