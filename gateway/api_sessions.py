@@ -52,7 +52,8 @@ async def fork_session(request: web.Request) -> web.Response:
     wish = parse_fork(await read_body(request))
     tokens = await _fork_tokens(gateway, record, wish)
     record = find_session(request)  # it may have been deleted meanwhile
-    position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens)
+    listed = 0 if wish.stream else record.token_count
+    position = fork_position(wish, unpack_tokens(tokens), gateway.admission.stop_tokens, listed)
     made_up = f"{own_name(record.session)[:110]}-fork-{secrets.token_hex(4)}"
     own = check_session_id(made_up if wish.session_id is None else wish.session_id)
     name = whole_name(record.namespace, own)

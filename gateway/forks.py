@@ -34,9 +34,14 @@ def parse_fork(body: bytes) -> ForkRequest:
     return wish
 
 
-def fork_position(wish: ForkRequest, tokens: list[int], stop_tokens: list[int]) -> int:
-    """How many of the list's tokens the fork begins with. Raises ApiError."""
+def fork_position(wish: ForkRequest, tokens: list[int], stop_tokens: list[int], listed: int = 0) -> int:
+    """How many of the list's tokens the fork begins with. listed: how many its record says there are. Raises ApiError."""
     count = len(tokens)
+    if not count and listed:
+        message = (
+            f"the list of the session's {listed} tokens is damaged (checksum) or gone; its next turn writes it anew"
+        )
+        raise bad_request(message, code="nothing_to_fork")
     if not count:
         raise bad_request("the session has no tokens yet; fork it once it has answered", code="nothing_to_fork")
     if wish.message is not None:

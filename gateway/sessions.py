@@ -44,6 +44,7 @@ STREAMS_KEPT = 100  # ids of the latest streams of a session
 LOOK_S = 1.0  # until it is noticed that the file was deleted, or that there is room again
 CHECKED = struct.Struct("<4sQ")  # magic, checksum of what follows
 CHECKED_MAGIC = b"CSUM"  # no msgpack map begins so
+VALUE_HINT = "Only this value is damaged, other sessions are whole; the next turn of its session writes it anew"
 TOKEN_LIMIT = 1 << 24  # beyond any vocabulary: no token begins as the magic does, one of its bits flipped or not
 
 
@@ -391,7 +392,7 @@ class SessionTable:
                 yield _read_record(self._sealing, key, value)
             except Locked:
                 locked += 1
-            except (msgspec.MsgspecError, BadBlock) as error:
+            except BadBlock as error:
                 self.to_rebuild = True
                 log.error("sessions.bad_record", session=key.decode(errors="replace"), error=str(error))
         if locked:
@@ -491,15 +492,20 @@ def _owners(file: TableFile, sealing: Sealing) -> dict[str, dict[bytes, str]]:
     for key, value in file.items("records"):
         try:
             record = _read_record(sealing, key, value)
-        except (msgspec.MsgspecError, BadBlock):
+        except BadBlock:
             continue  # it was named when the table was read
         owners["records"][record.session.encode()] = owners["tokens"][record.list_key] = record.namespace
     return owners
 
 
 def _read_record(sealing: Sealing, key: bytes, value: bytes) -> SessionRecord:
-    """Raises Locked, BadBlock, MsgspecError."""
-    record = msgspec.msgpack.decode(whole(sealing.open("records", key, value)), type=SessionRecord)
+    """Raises Locked, BadBlock."""
+    packed = _opened(sealing, "records", key, value)
+    try:
+        record = msgspec.msgpack.decode(packed, type=SessionRecord)
+    except msgspec.MsgspecError as error:
+        where = _place("records", key)
+        raise BadBlock("a record can't be decoded", where=where, cause=str(error), hint=VALUE_HINT) from error
     record.place(record.captured, record.durable)
     return record
 
@@ -516,10 +522,28 @@ def _read_tokens(read: Callable[..., tuple[bytes, bytes] | None], sealing: Seali
 def _open_tokens(read: Callable[..., tuple[bytes, bytes] | None], sealing: Sealing, record: SessionRecord) -> bytes:
     """The same. Raises BadBlock, if it was changed."""
     found = read("tokens", sealing.hidden(record.namespace, record.list_key), record.list_key)
-    tokens = whole(sealing.open("tokens", *found)) if found is not None else b""
+    if found is None:
+        return b""
+    tokens = _opened(sealing, "tokens", *found)
     if len(tokens) >= 4 and int.from_bytes(tokens[:4], "little") >= TOKEN_LIMIT:
-        raise BadBlock("a token list's magic is flipped", where="DATA/sessions")
+        where = _place("tokens", found[0])
+        raise BadBlock("a token list's magic is flipped", where=where, hint=VALUE_HINT)
     return tokens
+
+
+def _opened(sealing: Sealing, database: str, key: bytes, raw: bytes) -> bytes:
+    """A value without its seal and its checksum. Raises Locked, BadBlock."""
+    try:
+        return whole(sealing.open(database, key, raw))
+    except Locked:
+        raise
+    except BadBlock as error:
+        raise BadBlock(error.what, where=_place(database, key), cause=error.cause, hint=VALUE_HINT) from error
+
+
+def _place(database: str, key: bytes) -> str:
+    is_name = key[:1] > b"\1"  # else hidden, or a list's digest
+    return f"DATA/sessions, {database}, {repr(key.decode(errors='replace')) if is_name else key.hex()}"
 
 
 def checked(value: bytes) -> bytes:
@@ -582,7 +606,7 @@ class SessionFile:
                     records.append(_read_record(self._sealing, bytes(key), bytes(value)))
                 except Locked:
                     self.locked += 1
-                except (msgspec.MsgspecError, BadBlock) as error:
+                except BadBlock as error:
                     self.bad.append(bytes(key).decode(errors="replace"))
                     log.error("sessions.bad_record", session=self.bad[-1], error=str(error))
         return sorted(records, key=lambda record: -record.last_used)

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import lmdb
-import msgspec
 
 from gateway.sealing import Sealing
 from gateway.sessions import SessionFile
@@ -169,7 +168,9 @@ def session_file(here: Installation, *, writable: bool = False) -> Iterator[Sess
             yield file
         finally:
             file.close()
-    except (lmdb.Error, msgspec.MsgspecError, BadBlock) as error:
+    except BadBlock as error:  # one record, or a block of what it names: it says so, and what helps
+        raise BadData(str(error)) from error
+    except lmdb.Error as error:
         if getattr(error, "code", 0) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # of a write: what is read is mapped
             raise OpsError(
                 f"{here.paths.sessions} can't be written: {error}. Free some room on that disk, and run it again"

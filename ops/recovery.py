@@ -252,7 +252,7 @@ def _report(
     for finding in journals:
         click.echo(f"journal {finding.key}: {finding.reason}, nothing is changed")
     if not findings:
-        click.echo("nothing is damaged" if saved is None else "what the new file holds is whole")
+        click.echo("nothing is damaged in store and lanes" if saved is None else "what the new file holds is whole")
     elif not dry_run:
         if done.rebuilt:
             click.echo(f"{len(done.rebuilt)} damaged bases were made again from what is stored")

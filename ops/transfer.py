@@ -128,6 +128,11 @@ def _session(here: Installation, session: str) -> tuple[SessionRecord, np.ndarra
         record, packed = file.get(session), file.tokens(session)
     if record is None:
         raise OpsError(f"there is no session {session!r} in {here.paths.data_dir}; `concordia sessions ls` lists them")
+    if not packed and record.token_count:
+        raise BadData(
+            f"the list of the {record.token_count} tokens of session {session!r} is damaged (checksum) or gone; its next turn writes it "
+            "anew, export it after that"
+        )
     if not packed:
         raise StateRefused(f"session {session!r} has not finished its first turn; export it after that")
     return record, np.frombuffer(packed, "<i4")

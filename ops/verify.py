@@ -85,9 +85,26 @@ def run(config: Config, as_json: bool, *, limit_mb_s: float = 0.0) -> None:
             click.echo(f"{checked.open} values were stored before their tenant had a key, and can be read: {SEALED_BY}")
     sys.stdout.flush()
     if findings:
-        raise BadData(
-            "what is damaged is computed again when it is needed, nothing else is affected; `concordia repair` takes it out"
+        raise BadData(_advice(findings))
+
+
+def _advice(findings: list[Finding]) -> str:
+    """What becomes of what is damaged: of state, of journals, and of the table of sessions."""
+    kinds, said = {finding.kind for finding in findings}, []
+    if kinds - {"journal", "sessions"}:
+        said.append(
+            "damaged state is computed again when it is needed, nothing else is affected; `concordia repair` takes it out"
         )
+    if "journal" in kinds:
+        said.append("`concordia repair` leaves a damaged journal as it is")
+    if "sessions" in kinds:
+        said.append("`concordia repair` does not touch DATA/sessions")
+    if any(finding.kind == "sessions" and finding.affected for finding in findings):
+        said.append(
+            "a gateway uses no damaged record or token list of a session: the session's next turn writes it anew, a record also a restart "
+            "of the gateway, if its journals are there"
+        )
+    return "; ".join(said)
 
 
 def _have_mended(paths: Paths, findings: list[Finding]) -> list[str]:
@@ -191,7 +208,8 @@ def print_finding(finding: Finding) -> None:
     click.echo(f"bad {finding.kind} {finding.key}: {finding.reason}")
     for part in finding.affected:
         span = f", tokens [{part.token_start}, {part.token_end})" if part.token_end else ""
-        click.echo(f"    session {part.session or '-'}, stream {part.stream}{span}")
+        stream = f", stream {part.stream}" if part.stream else ""
+        click.echo(f"    session {part.session or '-'}{stream}{span}")
 
 
 def finding_row(finding: Finding) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def test_a_message_ends_at_its_end_token() -> None:
         fork_position(ForkRequest(message=0), tokens, [3])
     with pytest.raises(ApiError, match="no tokens"):
         fork_position(ForkRequest(), [], [2])
+    with pytest.raises(ApiError, match="7 tokens is damaged"):
+        fork_position(ForkRequest(), [], [2], 7)
     assert parse_fork(b"") == ForkRequest()
 
 

@@ -157,6 +157,25 @@ def test_a_session_that_was_broken_off_shows_what_its_journal_holds(place: Place
     assert place.world.restorable(TOKENS) == 0, "what the answer had stored is gone, too"
 
 
+@pytest.mark.parametrize("database", ["records", "tokens"])
+def test_verify_and_export_say_what_becomes_of_a_damaged_value_of_the_table_of_sessions(
+    place: Place, database: str, tmp_path: Path
+) -> None:
+    place.session("chat", TOKENS)
+    with lmdb.open(str(place.paths.sessions), max_dbs=8) as environment:
+        with environment.begin(write=True, db=environment.open_db(database.encode())) as transaction:
+            value = transaction.get(b"chat")
+            transaction.put(b"chat", value[:-1] + bytes([value[-1] ^ 1]))
+    result = place.run("verify")
+    assert result.exit_code == 6 and "    session chat\n" in result.stdout, result.stdout
+    assert "does not touch DATA/sessions" in result.stderr
+    assert "nothing else is affected" not in result.stderr and "takes it out" not in result.stderr
+    assert "nothing is damaged in store and lanes" in place.run("repair", "--yes").stdout
+    said = place.refused(6, "export", "chat", "-o", str(tmp_path / "f"))
+    assert ("'chat'. Only this value" if database == "records" else f"{len(TOKENS)} tokens of session 'chat'") in said
+    assert "move that directory away" not in said and "first turn" not in said
+
+
 def test_verify_of_nothing_says_where_it_looked(place: Place) -> None:
     assert "--data-dir" in place.refused(1, "verify")
 
