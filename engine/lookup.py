@@ -5,18 +5,22 @@ Stage *place*. The plan itself is pure (engine/plan.py); this asks the tiers for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import structlog
 
 from engine.arena import Arena, Slot
 from engine.messages import adapter_root
-from engine.plan import Plan, Resident, Stored, make_plan
+from engine.plan import UNREADABLE, Plan, Resident, Stored, make_plan
 from engine.restore import Speeds, worth_restoring
 from engine.schedule import exact_start
 from engine.sequence import Sequence
+from tiers.errors import StoreFailed
 from tiers.layout import RootId
 from tiers.prefix import PrefixFinder
+
+log = structlog.get_logger()
 
 
 def resident_part(slot: Slot, shared: int) -> Resident:
@@ -60,6 +64,8 @@ class Lookup:
         kinds, states = self.arena.kinds, self.arena.states
         stored = self._find(sequence, tokens, limit, resident)
         best = make_plan(kinds, resident, stored, lambda at: self._exact(sequence, at))
+        if stored.unreadable and best.goal < self._exact(sequence, limit):
+            best = replace(best, reason=UNREADABLE)  # it may have held what is computed now
         if best.goal <= resident.shared and not best.from_tiers:
             return best
         without = make_plan(kinds, resident, Stored(), lambda at: self._exact(sequence, at))
@@ -79,14 +85,19 @@ class Lookup:
         start = resident.shared if kinds.append_only else 0
         limit = min(limit, damage.limit)
         if start >= limit:
-            return Stored()
-        with self.finder.reading() as read:
-            root = self.root_of(sequence)
-            extents = read.find(root, namespace, tokens, limit=limit, start=start, block_tokens=self.block_tokens)
-            if not kinds.recurrent:
-                return Stored(extents)
-            points = read.points(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens)
-            return Stored(extents, [point for point in points if point.position not in damage.points])
+            return Stored(unreadable=bool(self.finder.unusable))
+        root = self.root_of(sequence)
+        try:
+            with self.finder.reading() as read:
+                extents = read.find(root, namespace, tokens, limit=limit, start=start, block_tokens=self.block_tokens)
+                if not kinds.recurrent:
+                    return Stored(extents, unreadable=bool(self.finder.unusable))
+                points = read.points(root, namespace, tokens, limit=limit, block_tokens=self.block_tokens)
+                left = [point for point in points if point.position not in damage.points]
+                return Stored(extents, left, bool(self.finder.unusable))
+        except StoreFailed as error:  # a page of the store's index is damaged
+            log.error("restore.store_unusable", error=str(error))
+            return Stored(unreadable=True)
 
     def _exact(self, sequence: Sequence, position: int) -> int:
         """Where to go on from, so that a recovery's prefill has the same bits as the first time."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from tiers.prefix import Extent, PointRef
 
+UNREADABLE = "the store can't be read"
+
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
@@ -43,10 +45,14 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The tiers' part: extents in order, without a gap from `Resident.shared` or earlier on; points in ascending order."""
+    """The tiers' part: extents in order, without a gap from `Resident.shared` or earlier on; points in ascending order.
+
+    unreadable  the store can't be read: what it holds isn't known
+    """
 
     extents: Sequence[Extent] = ()
     points: Sequence[PointRef] = ()
+    unreadable: bool = False
 
     @property
     def end(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from engine.arena import Arena, Slot
-from engine.plan import Damage, Plan
+from engine.plan import UNREADABLE, Damage, Plan
 from tiers.errors import Lost, StoreFailed
 from tiers.layout import RootId
 from tiers.prefix import Extent, PrefixFinder, Reading
@@ -210,7 +210,8 @@ class Restore:
         self.overtaken += 1
         if self.overtaken > 3:
             self.damage.limit = self.at
-            self._give_up("stored state was overwritten while it was read", error)
+            overwritten = "stored state was overwritten while it was read"
+            self._give_up(UNREADABLE if isinstance(error, StoreFailed) else overwritten, error)
 
     def _give_up(self, reason: str, error: Lost | StoreFailed) -> None:
         log.warning("restore.stopped", position=self.at, reason=reason, error=str(error))

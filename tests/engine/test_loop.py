@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import lmdb
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -17,7 +18,11 @@ from engine.model import Model
 from engine.wire import encode
 from tests.engine.driver import EngineDriver, random_tokens, submit
 from tiers import copy_sum
+from tiers.drain import Drain
 from tiers.machine_code import Kernel
+from tiers.paths import Paths
+from tiers.prefix import PrefixFinder
+from tiers.view import StoreReader, View
 
 Start = Callable[..., EngineDriver]
 HOT = m.Sampling(temperature=0.8, seed=1234)
@@ -487,6 +492,42 @@ def test_computing_is_preferred_where_restoring_is_measured_to_be_slower(start_e
     third.handle(submit("u", prompt, 4))
     third.run()
     assert sum(third.started("u").reused.values()) == 199
+
+
+@pytest.mark.parametrize("damaged", ["its own pages", "its own pages, once it was planned", "its index"])
+def test_what_is_computed_because_the_store_cannot_be_read_says_so(
+    start_engine: Start, keeper, drain: Drain, paths: Paths, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:  # type: ignore[no-untyped-def]
+    prompt = random_tokens(72, 200)
+    first = start_engine()
+    first.handle(submit("s", prompt, 4))
+    first.run()
+    keeper()
+    second = start_engine("second")
+    drain.close()
+    reader = StoreReader(paths.store, map_bytes=1 << 30)
+    second.engine.lookup.finder = PrefixFinder(reader, paths.lane_dir)
+    second.handle(submit("t", prompt, 4))
+    if damaged == "its own pages, once it was planned":
+        second.engine.admit()
+        reader.close()
+    if damaged == "its index":  # noticed by the look-up, in a store that opens
+        monkeypatch.setattr(View, "node", Mock(side_effect=lmdb.CorruptedError("a page")))
+    else:
+        with open(paths.store / "data.mdb", "r+b") as file:
+            file.write(b"\xff" * 8192)
+    second.run()
+    for name, tokens in (("u", prompt), ("v", prompt + random_tokens(73, 40))):
+        second.handle(submit(name, tokens, 4))
+        second.run()
+    reader.close()
+    told = [second.started(name) for name in "tuv"]
+    assert [(started.verdict, started.reason, started.reused, started.recomputed) for started in told] == [
+        ("recomputed", "the store can't be read", {}, 200),
+        ("resident", "", {"device": 199}, 1),
+        ("partial", "the store can't be read", {"device": 200}, 40),
+    ]
+    assert second.tokens("t") == first.tokens("s")
 
 
 def test_each_stage_is_an_event_in_the_log(start_engine: Start) -> None:
