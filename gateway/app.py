@@ -49,6 +49,7 @@ from gateway.http_server import Runner
 from gateway.journal_sync import JournalSync
 from gateway.sealing import Sealing
 from gateway.sessions import SessionTable
+from gateway.settings import BACKLOG
 from gateway.sse import EventForm
 from gateway.streams import Stream, StreamTable
 from gateway.supervisors import Supervisors
@@ -62,7 +63,6 @@ log = structlog.get_logger()
 SWEEP_INTERVAL_S = 5.0
 LOOK_INTERVAL_S = 1.0
 BODY_MARGIN_BYTES = 1024
-BACKLOG = 1024
 
 
 class Refused(Exception):

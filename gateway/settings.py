@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+BACKLOG = 1024  # connections that wait to be accepted, of the gateway's port
+
 
 @dataclass(frozen=True, slots=True)
 class TenantAccess:

@@ -12,9 +12,8 @@ import errno
 import socket
 from typing import Any
 
+from gateway.settings import BACKLOG
 from ops.errors import AlreadyRunning, ConfigError, OpsError
-
-BACKLOG = 1024
 
 
 def check_port(host: str, port: int) -> None:
